@@ -1,0 +1,84 @@
+"""The words that every part of pdserve shares: frozen values, no I/O, nothing of any wire format.
+
+Times are monotonic seconds. Counts start with `num_`.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+from typing import NewType
+
+EngineName = NewType("EngineName", str)
+"""What a person calls an engine: `prefill-0`, `decode-1`."""
+
+
+class Role(enum.StrEnum):
+    """What an engine does in a disaggregated deployment."""
+
+    PREFILL = "prefill"
+    DECODE = "decode"
+    BOTH = "both"
+
+
+class AloneReason(enum.StrEnum):
+    """Why a request goes to a decode engine alone."""
+
+    MANY_CHOICES = "many_choices"
+    MANY_PROMPTS = "many_prompts"
+    PROMPT_ECHO = "prompt_echo"
+    PROMPT_LOGPROBS = "prompt_logprobs"
+    BEAM_SEARCH = "beam_search"
+    NO_PREFILL_ENGINE = "no_prefill_engine"
+
+
+@dataclass(frozen=True, slots=True)
+class EngineAddress:
+    """One vLLM server, as its user names and reaches it."""
+
+    name: EngineName
+    role: Role
+    url: str
+    """Scheme, host and port, without a path and without a trailing slash."""
+
+    def __str__(self) -> str:
+        return f"{self.role} engine {self.name} at {self.url}"
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSnapshot:
+    """What the gateway knows of an engine at one moment: all that a policy may look at."""
+
+    address: EngineAddress
+    num_in_flight: int
+    """Legs that this gateway has open on the engine."""
+    is_healthy: bool
+
+
+@dataclass(frozen=True, slots=True)
+class RequestFacts:
+    """What a policy may know of a request: sizes and shape, never content."""
+
+    prompt_bytes: int
+    is_stream: bool
+    alone_reason: AloneReason | None
+    """Set when the request's shape allows no remote prefill."""
+
+
+@dataclass(frozen=True, slots=True)
+class RemotePrefill:
+    """Prefill on one engine, decode on another."""
+
+    prefill: EngineAddress
+    decode: EngineAddress
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeAlone:
+    """One engine does it all."""
+
+    decode: EngineAddress
+    reason: AloneReason
+
+
+Decision = RemotePrefill | DecodeAlone

@@ -1,0 +1,151 @@
+"""Every error pdserve raises on purpose, and the closed set of reasons.
+
+    PdserveError
+      ConfigError                     exit 2: found before anything starts
+      LaunchError                     exit 1: a process did not start or did not become ready
+        EngineExited                  carries the log's tail and the likely cause
+        EngineNotReady
+        ModelUnavailable
+      VerifyFailed                    exit 1: KV did not move, or the answers differ
+      RequestError                    has a status and a reason; becomes an OpenAI error body
+        InvalidRequest 4xx            the client's fault
+        NoEligibleEngine 503
+        EngineError                   an engine's fault, with its role and URL
+          EngineUnreachable 502
+          EngineTimeout 504
+          EngineProtocolError 502
+          EngineStatus                the engine's own status and body, handed on
+          HandoffFailed 502
+
+This module knows no wire format and no terminal: who shows an error decides how it looks.
+"""
+
+from __future__ import annotations
+
+import enum
+
+
+class Reason(enum.StrEnum):
+    """Why a request ended without an answer, as spelled in bodies, headers, metric labels and logs."""
+
+    MALFORMED_HTTP = "malformed_http"
+    MALFORMED_JSON = "malformed_json"
+    INVALID_FIELD = "invalid_field"
+    BODY_TOO_LARGE = "body_too_large"
+    HEADERS_TOO_LARGE = "headers_too_large"
+    NOT_FOUND = "not_found"
+    METHOD_NOT_ALLOWED = "method_not_allowed"
+    NO_ENGINE = "no_engine"
+    ENGINE_UNREACHABLE = "engine_unreachable"
+    ENGINE_TIMEOUT = "engine_timeout"
+    ENGINE_PROTOCOL = "engine_protocol"
+    ENGINE_STATUS = "engine_status"
+    ENGINE_BROKE_OFF = "engine_broke_off"
+    HANDOFF_INVALID = "handoff_invalid"
+    HANDOFF_STALE = "handoff_stale"
+    SHUTTING_DOWN = "shutting_down"
+    INTERNAL = "internal"
+
+
+class PdserveError(Exception):
+    """Base of every error that pdserve raises on purpose."""
+
+
+class ConfigError(PdserveError):
+    """The configuration, the flags or the machine do not allow what was asked. Nothing has started yet."""
+
+
+class LaunchError(PdserveError):
+    """A process that pdserve runs did not start, or did not become ready."""
+
+
+class EngineExited(LaunchError):
+    """An engine's process ended by itself."""
+
+    def __init__(self, name: str, status: str, *, cause: str, log_tail: str, log_path: str) -> None:
+        super().__init__(f"engine {name} {status}. Likely cause: {cause}")
+        self.name = name
+        self.status = status
+        self.cause = cause
+        self.log_tail = log_tail
+        self.log_path = log_path
+
+
+class EngineNotReady(LaunchError):
+    """An engine runs but did not become ready in time."""
+
+
+class ModelUnavailable(LaunchError):
+    """A model could not be fetched or converted."""
+
+
+class VerifyFailed(PdserveError):
+    """The proof failed; the message says what happened instead."""
+
+
+class RequestError(PdserveError):
+    """A request that ends with an error for its client."""
+
+    def __init__(self, message: str, *, status: int, reason: Reason) -> None:
+        super().__init__(message)
+        self.status = status
+        self.reason = reason
+
+
+class InvalidRequest(RequestError):
+    """The client sent something that no engine should see."""
+
+    def __init__(self, message: str, *, status: int = 400, reason: Reason = Reason.INVALID_FIELD) -> None:
+        super().__init__(message, status=status, reason=reason)
+
+
+class NoEligibleEngine(RequestError):
+    """No engine of the needed role can take the request."""
+
+    def __init__(self, message: str, *, reason: Reason = Reason.NO_ENGINE) -> None:
+        super().__init__(message, status=503, reason=reason)
+
+
+class EngineError(RequestError):
+    """An engine failed; `engine` names it as `role url`."""
+
+    def __init__(self, message: str, *, engine: str, status: int, reason: Reason) -> None:
+        super().__init__(f"{engine}: {message}", status=status, reason=reason)
+        self.engine = engine
+
+
+class EngineUnreachable(EngineError):
+    """No connection, or one that broke before the engine answered."""
+
+    def __init__(self, message: str, *, engine: str, reason: Reason = Reason.ENGINE_UNREACHABLE) -> None:
+        super().__init__(message, engine=engine, status=502, reason=reason)
+
+
+class EngineTimeout(EngineError):
+    """The engine was silent for longer than its deadline."""
+
+    def __init__(self, message: str, *, engine: str) -> None:
+        super().__init__(message, engine=engine, status=504, reason=Reason.ENGINE_TIMEOUT)
+
+
+class EngineProtocolError(EngineError):
+    """The engine answered something that is not HTTP, not JSON, or not what vLLM answers."""
+
+    def __init__(self, message: str, *, engine: str) -> None:
+        super().__init__(message, engine=engine, status=502, reason=Reason.ENGINE_PROTOCOL)
+
+
+class EngineStatus(EngineError):
+    """The engine answered with an error of its own; `body` is what it said, and the client gets it as it came."""
+
+    def __init__(self, *, engine: str, status: int, content_type: bytes, body: bytes) -> None:
+        super().__init__(f"answered {status}", engine=engine, status=status, reason=Reason.ENGINE_STATUS)
+        self.content_type = content_type
+        self.body = body
+
+
+class HandoffFailed(EngineError):
+    """P's handoff cannot be used: incomplete, malformed or too old."""
+
+    def __init__(self, message: str, *, engine: str, reason: Reason = Reason.HANDOFF_INVALID) -> None:
+        super().__init__(message, engine=engine, status=502, reason=reason)

@@ -1,0 +1,213 @@
+"""The client side: pooled connections to one server, each carrying one exchange at a time into a sink.
+
+A sink's methods are called straight from the socket's callback, so a relayed piece costs neither a queue nor a task switch.
+This module knows nothing of OpenAI, engines or KV, and maps no errors: ConnectionFailed and ProtocolViolated say what
+happened on the wire, and pdserve.engine.transport makes engine errors of them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+from collections import deque
+from typing import TYPE_CHECKING, Protocol
+
+import httptools
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from pdserve.http.server import Headers
+
+MAX_IDLE_S = 4.0
+"""vLLM's server closes a connection that was idle for 5 s (VLLM_HTTP_TIMEOUT_KEEP_ALIVE, vllm/envs.py in 0.32). One that is
+used again just then would be lost together with its request, so ours are let go a second earlier."""
+
+
+class ConnectionFailed(Exception):
+    """No connection, or one that ended before the answer was whole. `is_unanswered`: not a byte of an answer had come."""
+
+    def __init__(self, message: str, *, is_unanswered: bool) -> None:
+        super().__init__(message)
+        self.is_unanswered = is_unanswered
+
+
+class ProtocolViolated(Exception):
+    """The server answered something that is not HTTP/1.1."""
+
+
+class Sink(Protocol):
+    """Where an answer goes. Exactly one of `on_end` and `on_failure` comes last."""
+
+    def on_head(self, status: int, headers: Headers) -> None:
+        """Status and headers; header names in lower case."""
+
+    def on_body(self, data: bytes) -> None:
+        """A piece of the body, as the socket delivered it."""
+
+    def on_end(self) -> None:
+        """The answer is whole."""
+
+    def on_failure(self, error: ConnectionFailed | ProtocolViolated) -> None:
+        """It will not become whole."""
+
+
+class ClientConnection(asyncio.Protocol):
+    """One connection. Owned by its pool when idle, by one exchange when not."""
+
+    def __init__(self, release: Callable[[ClientConnection], None]) -> None:
+        self._release = release
+        self._transport: asyncio.Transport | None = None
+        self._parser: httptools.HttpResponseParser | None = None
+        self._sink: Sink | None = None
+        self._headers: Headers = []
+        self._has_bytes = False
+        self._is_head_whole = False
+        self._has_length = False
+        self.is_closed = False
+        self.was_used = False
+        self.idle_since_s = 0.0
+
+    def send(self, data: bytes, sink: Sink) -> None:
+        """Send a whole request; its answer goes to the sink."""
+        assert self._sink is None
+        assert self._transport is not None
+        self._sink = sink
+        self._has_bytes = False
+        self._is_head_whole = False
+        self._headers = []
+        self._parser = httptools.HttpResponseParser(self)
+        self._transport.write(data)
+
+    def abort(self) -> None:
+        """Drop the exchange and the connection: the server sees its client gone. The sink hears nothing more."""
+        self._sink = None
+        self.is_closed = True
+        if self._transport is not None:
+            self._transport.abort()
+
+    def pause_reading(self) -> None:
+        """Let the server wait: the sink cannot take more now."""
+        if self._transport is not None and not self.is_closed:
+            self._transport.pause_reading()
+
+    def resume_reading(self) -> None:
+        """Undo `pause_reading`."""
+        if self._transport is not None and not self.is_closed:
+            self._transport.resume_reading()
+
+    # asyncio's side
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+
+    def data_received(self, data: bytes) -> None:
+        if self._parser is None or self._sink is None:
+            # Bytes that nobody asked for: whatever they are, they must not become the next request's answer.
+            self.abort()
+            return
+        self._has_bytes = True
+        try:
+            self._parser.feed_data(data)
+        except httptools.HttpParserCallbackError:
+            # A sink may not raise. If one does, its exchange must end all the same, and the fault be seen.
+            self._fail(ProtocolViolated("the answer could not be taken"))
+            raise
+        except httptools.HttpParserError as exc:
+            self._fail(ProtocolViolated(f"not a valid HTTP/1.1 answer: {exc}"))
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.is_closed = True
+        sink, self._sink = self._sink, None
+        if sink is None:
+            return
+        if self._is_head_whole and not self._has_length and exc is None:
+            sink.on_end()  # Neither a length nor chunks: the end of the connection is the end of the body (RFC 9112, 6.3).
+            return
+        what = "before it answered" if not self._has_bytes else "in the middle of its answer"
+        sink.on_failure(ConnectionFailed(f"the connection ended {what}", is_unanswered=not self._has_bytes))
+
+    # httptools' side
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self._headers.append((name.lower(), value))
+
+    def on_headers_complete(self) -> None:
+        assert self._parser is not None
+        status = self._parser.get_status_code()
+        if status < 200:  # noqa: PLR2004 - 1xx announces the answer, it is none
+            self._headers = []
+            return
+        self._is_head_whole = True
+        self._has_length = any(name in {b"content-length", b"transfer-encoding"} for name, _ in self._headers)
+        if self._sink is not None:
+            self._sink.on_head(status, self._headers)
+
+    def on_body(self, data: bytes) -> None:
+        if self._sink is not None:
+            self._sink.on_body(data)
+
+    def on_message_complete(self) -> None:
+        assert self._parser is not None
+        if self._parser.get_status_code() < 200 or self._sink is None:  # noqa: PLR2004
+            return
+        sink, self._sink = self._sink, None
+        keep_alive = self._parser.should_keep_alive()
+        self._parser = None
+        if keep_alive and self._transport is not None and not self._transport.is_closing():
+            self._transport.resume_reading()
+            self.was_used = True
+            self._release(self)
+        elif self._transport is not None:
+            self.is_closed = True
+            self._transport.close()
+        sink.on_end()
+
+    def _fail(self, error: ProtocolViolated) -> None:
+        sink = self._sink
+        self.abort()
+        if sink is not None:
+            sink.on_failure(error)
+
+
+class ConnectionPool:
+    """Connections to one host and port."""
+
+    def __init__(self, host: str, port: int, *, tls: ssl.SSLContext | None = None) -> None:
+        self._host = host
+        self._port = port
+        self._tls = tls
+        self._idle: deque[ClientConnection] = deque()
+        self._loop = asyncio.get_running_loop()
+
+    async def acquire(self) -> ClientConnection:
+        """An idle connection, else a new one. Raises ConnectionFailed."""
+        oldest_s = self._loop.time() - MAX_IDLE_S
+        while self._idle:
+            connection = self._idle.pop()
+            if connection.is_closed:
+                continue
+            if connection.idle_since_s > oldest_s:
+                return connection
+            connection.abort()
+        return await self.connect()
+
+    async def connect(self) -> ClientConnection:
+        """A new connection. Raises ConnectionFailed."""
+        try:
+            _, connection = await self._loop.create_connection(
+                lambda: ClientConnection(self._put_back), self._host, self._port, ssl=self._tls
+            )
+        except (OSError, ssl.SSLError) as exc:
+            raise ConnectionFailed(f"cannot connect: {exc.strerror or exc}", is_unanswered=True) from exc
+        return connection
+
+    def close(self) -> None:
+        """Close what is idle; exchanges under way are their owners' to end."""
+        while self._idle:
+            self._idle.pop().abort()
+
+    def _put_back(self, connection: ClientConnection) -> None:
+        connection.idle_since_s = self._loop.time()
+        self._idle.append(connection)
