@@ -32,6 +32,31 @@ class AloneReason(enum.StrEnum):
     NO_PREFILL_ENGINE = "no_prefill_engine"
 
 
+class PrefillPlace(enum.StrEnum):
+    """Where a request's prompt was computed, as far as it is proven."""
+
+    REMOTE = "remote"
+    """On P, and its KV came over: D says that it computed none of the prompt."""
+    LOCAL = "local"
+    """On D, though the request was to be split."""
+    ALONE = "alone"
+    """On D, by decision."""
+    UNPROVEN = "unproven"
+    """D has a handoff, but gives no number that would tell, or has not given it yet."""
+
+
+@dataclass(frozen=True, slots=True)
+class Evidence:
+    """What is known of one request's prefill, and why."""
+
+    place: PrefillPlace
+    num_prompt_tokens: int | None = None
+    num_remote_tokens: int | None = None
+    """Prompt tokens that D did not compute: pulled from P, or in D's own prefix cache."""
+    cause: str = ""
+    """A sentence, wherever the place is not `remote`."""
+
+
 @dataclass(frozen=True, slots=True)
 class EngineAddress:
     """One vLLM server, as its user names and reaches it."""

@@ -20,7 +20,6 @@ from pdserve.errors import InvalidRequest, Reason
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    import uvicorn
     from uvicorn.server import ServerState
 
 Headers = list[tuple[bytes, bytes]]
@@ -34,7 +33,9 @@ BODY_TIMEOUT_S = 300.0
 MAX_PIPELINED = 16
 """Requests that may wait behind the one that is being answered before the connection is no longer read."""
 
-_STATUS_LINES = {status.value: b"HTTP/1.1 %d %s\r\n" % (status.value, status.phrase.encode()) for status in http.HTTPStatus}
+_STATUS_LINES = {
+    status.value: b"HTTP/1.1 %d %s\r\n" % (status.value, status.phrase.encode()) for status in http.HTTPStatus
+}
 
 _logger = logging.getLogger("pdserve.http")
 
@@ -65,7 +66,15 @@ class Request:
     __slots__ = ("body", "headers", "method", "path", "peer", "query", "received_at_s")
 
     def __init__(
-        self, method: bytes, path: bytes, query: bytes, headers: Headers, body: bytes, *, peer: str, received_at_s: float
+        self,
+        method: bytes,
+        path: bytes,
+        query: bytes,
+        headers: Headers,
+        body: bytes,
+        *,
+        peer: str,
+        received_at_s: float,
     ) -> None:
         self.method = method
         self.path = path
@@ -103,7 +112,9 @@ class Response:
         self._connection.write(head if self._head_only else head + body)
         self.end()
 
-    def start(self, status: int, headers: Sequence[tuple[bytes, bytes]], *, source: PausableSource | None = None) -> None:
+    def start(
+        self, status: int, headers: Sequence[tuple[bytes, bytes]], *, source: PausableSource | None = None
+    ) -> None:
         """Send the head of an answer whose length is not known; `source` is paused while the client reads too slowly."""
         assert not self.is_started
         self.is_started = True
@@ -181,7 +192,7 @@ class ServerConnection(asyncio.Protocol):
         self._start_timer(HEADER_TIMEOUT_S)
 
     def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002
-        self._state.connections.discard(self)  # type: ignore[arg-type]
+        self._state.connections.discard(self)
         self._is_closing = True
         self._stop_timer()
         self._waiting.clear()
@@ -256,7 +267,13 @@ class ServerConnection(asyncio.Protocol):
         path, _, query = self._url.partition(b"?")
         body = self._body[0] if len(self._body) == 1 else b"".join(self._body)
         request = Request(
-            self._parser.get_method(), path, query, self._headers, body, peer=self._peer, received_at_s=self._loop.time()
+            self._parser.get_method(),
+            path,
+            query,
+            self._headers,
+            body,
+            peer=self._peer,
+            received_at_s=self._loop.time(),
         )
         self.client_knows_chunks = self._parser.get_http_version() != "1.0"
         keep_alive = self._parser.should_keep_alive()
@@ -332,9 +349,7 @@ class ServerConnection(asyncio.Protocol):
             )
 
     def _refuse_body(self) -> None:
-        raise InvalidRequest(
-            f"the body exceeds {self._max_body_bytes} bytes", status=413, reason=Reason.BODY_TOO_LARGE
-        )
+        raise InvalidRequest(f"the body exceeds {self._max_body_bytes} bytes", status=413, reason=Reason.BODY_TOO_LARGE)
 
     def _refuse(self, error: InvalidRequest) -> None:
         """Answer what is not a request, and close: where the next one begins can no longer be known."""
@@ -361,38 +376,3 @@ class ServerConnection(asyncio.Protocol):
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-
-
-def serve_config(
-    application: Application,
-    *,
-    max_body_bytes: int,
-    shutdown_s: float,
-    keep_alive_s: float = 75.0,
-) -> uvicorn.Config:
-    """A uvicorn configuration whose connections are ServerConnection. Give its Server already bound sockets."""
-    import uvicorn  # noqa: PLC0415 - half a second that `pdserve --help` need not pay
-
-    def connect(config: object, server_state: ServerState, app_state: object, _loop: object = None) -> ServerConnection:  # noqa: ARG001
-        return ServerConnection(
-            application,
-            server_state,
-            max_body_bytes=max_body_bytes,
-            keep_alive_s=keep_alive_s,
-        )
-
-    return uvicorn.Config(
-        _never_asgi,
-        http=connect,  # type: ignore[arg-type]
-        interface="asgi3",
-        lifespan="off",
-        log_config=None,
-        proxy_headers=False,
-        ws="none",
-        timeout_graceful_shutdown=round(shutdown_s),
-    )
-
-
-async def _never_asgi(scope: object, receive: object, send: object) -> None:
-    """uvicorn wants an ASGI application; ServerConnection never calls it."""
-    raise AssertionError

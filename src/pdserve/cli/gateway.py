@@ -1,0 +1,106 @@
+"""`pdserve gateway`: the gateway alone, in front of engines that someone else started."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import TYPE_CHECKING
+
+import click
+
+from pdserve.cli.options import config_option, read_config
+from pdserve.config import check_url
+from pdserve.core import EngineAddress, EngineName, Role
+from pdserve.errors import ConfigError
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from pdserve.config import Config
+    from pdserve.gateway.service import Gateway
+
+
+@click.command()
+@click.option("--prefill", "prefill_urls", multiple=True, metavar="URL", help="A prefill engine; give one or more.")
+@click.option("--decode", "decode_urls", multiple=True, metavar="URL", help="A decode engine; give one or more.")
+@click.option("--host", help="Address to listen on [default: 127.0.0.1].")
+@click.option("--port", type=click.IntRange(0, 65535), help="Port to listen on; 0 chooses one [default: 8192].")
+@click.option("--admin-port", type=click.IntRange(0, 65535), help="Port of the admin listener [default: the next one].")
+@config_option
+def gateway(
+    prefill_urls: tuple[str, ...],
+    decode_urls: tuple[str, ...],
+    host: str | None,
+    port: int | None,
+    admin_port: int | None,
+    config_path: Path | None,
+) -> None:
+    """Route OpenAI requests through prefill and decode engines that are already running.
+
+    Each engine is a vLLM server with a NixlConnector; the first handoff of every pair is proven before it takes traffic.
+    """
+    config = read_config(
+        config_path,
+        {
+            "gateway.host": host,
+            "gateway.port": port,
+            "gateway.admin_port": admin_port,
+            "prefill.urls": list(prefill_urls) or None,
+            "decode.urls": list(decode_urls) or None,
+        },
+    )
+    run_gateway(config, addresses_of(config))
+
+
+def addresses_of(config: Config) -> list[EngineAddress]:
+    """The engines that the configuration names. Raises ConfigError when there is nobody to decode."""
+    if not config.decode.urls:
+        raise ConfigError("no decode engine: give --decode URL, or decode.urls in the configuration")
+    addresses = [
+        EngineAddress(EngineName(f"{role}-{index}"), role, check_url(url, source=f"{role}.urls"))
+        for role, urls in ((Role.PREFILL, config.prefill.urls), (Role.DECODE, config.decode.urls))
+        for index, url in enumerate(urls)
+    ]
+    urls = [address.url for address in addresses]
+    for url in urls:
+        if urls.count(url) > 1:
+            raise ConfigError(f"{url} is named twice; an engine has one role and one place in the list")
+    return addresses
+
+
+def run_gateway(config: Config, addresses: list[EngineAddress]) -> None:
+    """Serve until a signal. Raises ConfigError when an address cannot be had."""
+    import uvloop  # noqa: PLC0415
+
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    logging.getLogger("uvicorn").setLevel(logging.WARNING)
+    uvloop.run(_serve(config, addresses))
+
+
+async def _serve(config: Config, addresses: list[EngineAddress]) -> None:
+    from pdserve.gateway.service import bind_gateway, running_gateway  # noqa: PLC0415
+    from pdserve.http.listener import stopped_by_signal  # noqa: PLC0415
+
+    sockets = bind_gateway(config)
+    async with running_gateway(config, addresses, sockets) as running:
+        async with stopped_by_signal(running.client, running.admin) as stop:
+            for address in addresses:
+                click.echo(f"{address}")
+            click.echo(f"gateway on {running.client.url}, admin on {running.admin.url}")
+            narrating = asyncio.create_task(_narrate(running))
+            await stop.wait()
+            narrating.cancel()
+
+
+async def _narrate(gateway: Gateway) -> None:
+    """One line whenever an engine or a pair changes state."""
+    told: dict[str, str] = {}
+    while True:
+        now = {name: str(gateway.pool.state_of(name)[0]) for name in gateway.pool.names()}
+        now |= {f"{pair.prefill.name} -> {pair.decode.name}": str(pair.state) for pair in gateway.pool.pairs}
+        for what, state in now.items():
+            if told.get(what) != state:
+                click.echo(f"{what}: {state}")
+        told = now
+        await gateway.pool.changed.wait()
+        gateway.pool.changed.clear()

@@ -1,0 +1,85 @@
+"""The proof of one prefill-decode pair: a small request of our own through both, judged by D's count.
+
+The first handoff between two engines costs a handshake, so this is also what warms a pair up before traffic.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from pdserve.core import Evidence, PrefillPlace
+from pdserve.errors import EngineProtocolError, EngineStatus
+from pdserve.protocol import nixl, openai, usage
+
+if TYPE_CHECKING:
+    from pdserve.engine.transport import Answer, EngineClient
+    from pdserve.protocol.nixl import Handoff
+
+
+class _Model(msgspec.Struct, frozen=True):
+    id: str
+
+
+class _Models(msgspec.Struct, frozen=True):
+    data: list[_Model]
+
+
+class _Completion(msgspec.Struct, frozen=True):
+    usage: msgspec.Raw | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PairProof:
+    """What one handoff between two engines showed."""
+
+    evidence: Evidence
+    handoff: Handoff | None
+    total_s: float
+
+
+async def served_model(engine: EngineClient, *, timeout_s: float = 10.0) -> str:
+    """The first model that an engine serves. Raises EngineError."""
+    answer = expect_ok(engine, await engine.get("/v1/models", timeout_s=timeout_s))
+    try:
+        return msgspec.json.decode(answer.body, type=_Models).data[0].id
+    except (msgspec.DecodeError, IndexError) as exc:
+        raise EngineProtocolError(f"/v1/models is not a list of models: {exc}", engine=str(engine.address)) from exc
+
+
+def expect_ok(engine: EngineClient, answer: Answer) -> Answer:
+    """The same answer, if it is a 200. Raises EngineStatus."""
+    if answer.status != 200:  # noqa: PLR2004
+        raise EngineStatus(
+            engine=str(engine.address), status=answer.status, content_type=answer.content_type, body=answer.body
+        )
+    return answer
+
+
+async def prove_pair(prefill: EngineClient, decode: EngineClient, *, model: str, timeout_s: float) -> PairProof:
+    """Send one short prompt, new each time, through a pair. Raises EngineError when a leg fails outright."""
+    loop = asyncio.get_running_loop()
+    started_s = loop.time()
+    nonce = secrets.token_hex(8)
+    request_id = f"pdserve-pair-{nonce}".encode()
+    fields = openai.split_request(
+        msgspec.json.encode(
+            {"model": model, "prompt": f"Pair {nonce}: one, two, three,", "max_tokens": 2, "temperature": 0}
+        )
+    )
+    path = openai.Api.COMPLETIONS
+    leg = openai.join(nixl.prefill_fields(fields))
+    answer = expect_ok(prefill, await prefill.post(path, leg, request_id=request_id, timeout_s=timeout_s))
+    try:
+        handoff = nixl.parse_handoff(answer.body, now_s=loop.time())
+        nixl.check_reachable(handoff, decode_url=decode.address.url)
+    except nixl.UnusableHandoff as exc:
+        return PairProof(Evidence(PrefillPlace.LOCAL, cause=str(exc)), None, loop.time() - started_s)
+    leg = openai.join(nixl.decode_fields(fields, handoff))
+    answer = expect_ok(decode, await decode.post(path, leg, request_id=request_id, timeout_s=timeout_s))
+    counts = usage.parse_usage(msgspec.json.decode(answer.body, type=_Completion).usage)
+    return PairProof(usage.judge(counts), handoff, loop.time() - started_s)

@@ -1,0 +1,179 @@
+"""HTTP to one engine: whole answers, and answers relayed into a sink, each with its deadline.
+
+The only place where what goes wrong on the wire becomes an EngineError. Knows neither OpenAI bodies nor handoffs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ssl
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
+
+from pdserve.errors import EngineError, EngineProtocolError, EngineTimeout, EngineUnreachable, Reason
+from pdserve.http.client import ClientConnection, ConnectionFailed, ConnectionPool, ProtocolViolated
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from pdserve.core import EngineAddress
+    from pdserve.http.client import Sink
+    from pdserve.http.server import Headers
+
+    HeaderSequence = Sequence[tuple[bytes, bytes]]
+
+MAX_WHOLE_ANSWER_BYTES = 256 * 1024 * 1024
+"""A chat answer with logprobs for every token of a long context stays well below; beyond it an engine is talking nonsense."""
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """A whole answer."""
+
+    status: int
+    headers: Headers
+    body: bytes
+
+    @property
+    def content_type(self) -> bytes:
+        """As the engine sent it; JSON when it sent none."""
+        return content_type_of(self.headers)
+
+
+def content_type_of(headers: Headers) -> bytes:
+    """The content type among an answer's headers; JSON when there is none."""
+    return next((value for name, value in headers if name == b"content-type"), b"application/json")
+
+
+class EngineClient:
+    """One engine's connections. Must be made where its event loop runs."""
+
+    def __init__(self, address: EngineAddress, *, connect_timeout_s: float) -> None:
+        parts = urlsplit(address.url)
+        assert parts.hostname is not None
+        is_tls = parts.scheme == "https"
+        port = parts.port or (443 if is_tls else 80)
+        self.address = address
+        self.num_in_flight = 0
+        self._connect_timeout_s = connect_timeout_s
+        self._host_header = parts.netloc.encode()
+        self._pool = ConnectionPool(parts.hostname, port, tls=ssl.create_default_context() if is_tls else None)
+
+    async def get(self, path: str, *, timeout_s: float, headers: HeaderSequence = ()) -> Answer:
+        """GET a path. Raises EngineError."""
+        more = b"".join(b"%b: %b\r\n" % header for header in headers)
+        head = b"GET %b HTTP/1.1\r\nhost: %b\r\n%b\r\n" % (path.encode(), self._host_header, more)
+        return await self._whole(head, timeout_s=timeout_s)
+
+    async def post(
+        self, path: str, body: bytes, *, request_id: bytes, timeout_s: float, headers: HeaderSequence = ()
+    ) -> Answer:
+        """POST a JSON body and take the whole answer, whatever its status. Raises EngineError."""
+        return await self._whole(self._post_bytes(path, body, request_id, headers), timeout_s=timeout_s)
+
+    async def open(
+        self,
+        path: str,
+        body: bytes,
+        sink: Sink,
+        *,
+        request_id: bytes,
+        headers: HeaderSequence = (),
+    ) -> ClientConnection:
+        """POST a JSON body, its answer going to the sink. The caller aborts the connection. Raises EngineUnreachable."""
+        connection = await self._acquire()
+        connection.send(self._post_bytes(path, body, request_id, headers), sink)
+        return connection
+
+    @contextlib.contextmanager
+    def in_flight(self) -> Iterator[None]:
+        """Count a leg as the engine's load."""
+        self.num_in_flight += 1
+        try:
+            yield
+        finally:
+            self.num_in_flight -= 1
+
+    def error_of(self, error: ConnectionFailed | ProtocolViolated) -> EngineError:
+        """What a failure on the wire means for a request."""
+        if isinstance(error, ProtocolViolated):
+            return EngineProtocolError(str(error), engine=str(self.address))
+        reason = Reason.ENGINE_UNREACHABLE if error.is_unanswered else Reason.ENGINE_BROKE_OFF
+        return EngineUnreachable(str(error), engine=str(self.address), reason=reason)
+
+    def timeout_of(self, what: str, timeout_s: float) -> EngineTimeout:
+        """The error for a deadline that passed; `what` names what was waited for."""
+        return EngineTimeout(f"{what} did not come within {timeout_s:g} s", engine=str(self.address))
+
+    def close(self) -> None:
+        """Close the idle connections."""
+        self._pool.close()
+
+    async def _whole(self, request: bytes, *, timeout_s: float) -> Answer:
+        sink = _WholeAnswer()
+        connection: ClientConnection | None = None
+        try:
+            async with asyncio.timeout(timeout_s):
+                connection = await self._acquire()
+                connection.send(request, sink)
+                return await sink.answer
+        except TimeoutError as exc:
+            raise self.timeout_of("the answer", timeout_s) from exc
+        except (ConnectionFailed, ProtocolViolated) as exc:
+            raise self.error_of(exc) from exc
+        finally:
+            if connection is not None and not sink.is_whole:
+                connection.abort()
+
+    async def _acquire(self) -> ClientConnection:
+        try:
+            async with asyncio.timeout(self._connect_timeout_s):
+                return await self._pool.acquire()
+        except TimeoutError as exc:
+            raise self.timeout_of("a connection", self._connect_timeout_s) from exc
+        except ConnectionFailed as exc:
+            raise self.error_of(exc) from exc
+
+    def _post_bytes(self, path: str, body: bytes, request_id: bytes, headers: HeaderSequence) -> bytes:
+        more = b"".join(b"%b: %b\r\n" % header for header in headers)
+        head = (
+            b"POST %b HTTP/1.1\r\nhost: %b\r\ncontent-type: application/json\r\n"
+            b"x-request-id: %b\r\n%bcontent-length: %d\r\n\r\n"
+        ) % (path.encode(), self._host_header, request_id, more, len(body))
+        return head + body
+
+
+class _WholeAnswer:
+    """A sink that waits for all of it."""
+
+    __slots__ = ("_headers", "_num_bytes", "_pieces", "_status", "answer", "is_whole")
+
+    def __init__(self) -> None:
+        self.answer: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
+        self.is_whole = False
+        self._status = 0
+        self._headers: Headers = []
+        self._pieces: list[bytes] = []
+        self._num_bytes = 0
+
+    def on_head(self, status: int, headers: Headers) -> None:
+        self._status = status
+        self._headers = headers
+
+    def on_body(self, data: bytes) -> None:
+        self._num_bytes += len(data)
+        if self._num_bytes > MAX_WHOLE_ANSWER_BYTES:
+            self.on_failure(ProtocolViolated(f"the answer exceeds {MAX_WHOLE_ANSWER_BYTES} bytes"))
+            return
+        self._pieces.append(data)
+
+    def on_end(self) -> None:
+        self.is_whole = True
+        if not self.answer.done():
+            self.answer.set_result(Answer(self._status, self._headers, b"".join(self._pieces)))
+
+    def on_failure(self, error: ConnectionFailed | ProtocolViolated) -> None:
+        if not self.answer.done():
+            self.answer.set_exception(error)

@@ -1,0 +1,84 @@
+"""Frees P's blocks at once when no decode engine will ever fetch them.
+
+Otherwise they stay until P's lease ends, and a client that comes and goes could fill P's cache with them. Runs beside the
+requests, since the client's own task may be cancelled by then. Never raises: a release that fails is what the lease is for.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import uuid
+from typing import TYPE_CHECKING
+
+from pdserve.core import Role
+from pdserve.errors import EngineError
+from pdserve.protocol import nixl
+from pdserve.protocol.openai import Api
+
+if TYPE_CHECKING:
+    from pdserve.core import EngineAddress
+    from pdserve.engine.pool import EnginePool
+    from pdserve.gateway.journal import Journal
+    from pdserve.http.server import Headers
+    from pdserve.protocol.nixl import Handoff
+
+_TIMEOUT_S = 10.0
+_logger = logging.getLogger("pdserve.gateway")
+
+
+class Releaser:
+    """Sends releases; one task each."""
+
+    def __init__(self, pool: EnginePool, journal: Journal) -> None:
+        self._pool = pool
+        self._journal = journal
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def release(self, handoff: Handoff, *, headers: Headers, avoid: EngineAddress | None = None) -> None:
+        """Start freeing a handoff's blocks through any healthy decode engine, `avoid` only if there is no other."""
+        task = asyncio.get_running_loop().create_task(self._release(handoff, headers, avoid))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def drain(self) -> None:
+        """Wait for what has been started."""
+        if self._tasks:
+            await asyncio.wait(self._tasks)
+
+    async def _release(self, handoff: Handoff, headers: Headers, avoid: EngineAddress | None) -> None:
+        for decode in self._candidates(avoid):
+            if await self._try_release(handoff, decode, headers):
+                self._journal.num_released += 1
+                return
+        self._journal.num_release_failures += 1
+        _logger.warning(
+            "no decode engine took the release of %s: engine %s keeps %d blocks until its lease ends",
+            handoff.request_id,
+            handoff.engine_id,
+            handoff.num_blocks,
+        )
+
+    async def _try_release(self, handoff: Handoff, decode: EngineAddress, headers: Headers) -> bool:
+        client = self._pool.client(decode.name)
+        request_id = f"pdserve-release-{uuid.uuid4().hex}".encode()
+        try:
+            answer = await client.post(
+                Api.COMPLETIONS,
+                nixl.release_body(handoff),
+                request_id=request_id,
+                timeout_s=_TIMEOUT_S,
+                headers=headers,
+            )
+        except EngineError as exc:
+            _logger.info("release through %s failed: %s", decode, exc)
+            return False
+        return answer.status == 404  # noqa: PLR2004 - refused for its model: that refusal is what frees the blocks
+
+    def _candidates(self, avoid: EngineAddress | None) -> list[EngineAddress]:
+        decodes = [
+            snapshot.address
+            for snapshot in self._pool.snapshots()
+            if snapshot.address.role == Role.DECODE and snapshot.is_healthy
+        ]
+        return sorted(decodes, key=lambda address: address == avoid)

@@ -1,0 +1,129 @@
+"""A listening socket with an application behind it, under uvicorn's server: bind, start, drain, stop.
+
+uvicorn's `startup` and `shutdown` are used and its main loop is not: that loop only renews a date header, ten times a
+second, and takes the process's signals, which belong to whoever runs several listeners. See `stopped_by_signal`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import socket
+from typing import TYPE_CHECKING, Self
+
+import uvicorn
+
+from pdserve.errors import ConfigError
+from pdserve.http.server import ServerConnection
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+    from types import TracebackType
+
+    from uvicorn.server import ServerState
+
+    from pdserve.http.server import Application
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A socket bound to an address; port 0 lets the kernel choose. Raises ConfigError when the address is not to be had."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    sock = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind((host, port))
+    except OSError as exc:
+        sock.close()
+        raise ConfigError(f"cannot listen on {host}:{port}: {exc.strerror or exc}; choose another port") from exc
+    sock.setblocking(False)
+    return sock
+
+
+class Listener:
+    """Serves one application on one socket while it is entered."""
+
+    def __init__(
+        self,
+        application: Application,
+        sock: socket.socket,
+        *,
+        max_body_bytes: int = 64 * 1024 * 1024,
+        keep_alive_s: float = 75.0,
+        shutdown_s: float = 30.0,
+    ) -> None:
+        def connect(*, server_state: ServerState, **_unused: object) -> ServerConnection:
+            return ServerConnection(application, server_state, max_body_bytes=max_body_bytes, keep_alive_s=keep_alive_s)
+
+        self._sock = sock
+        self._server = uvicorn.Server(
+            uvicorn.Config(
+                _never_asgi,
+                http=connect,  # type: ignore[arg-type]
+                interface="asgi3",
+                lifespan="off",
+                log_config=None,
+                proxy_headers=False,
+                ws="none",
+                timeout_graceful_shutdown=max(1, round(shutdown_s)),
+            )
+        )
+
+    @property
+    def url(self) -> str:
+        """Where the listener is reached from this machine."""
+        host, port = self._sock.getsockname()[:2]
+        host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)  # noqa: S104
+        return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+    @property
+    def num_connections(self) -> int:
+        """Clients connected now."""
+        return len(self._server.server_state.connections)
+
+    def force_stop(self) -> None:
+        """Do not wait for open requests any longer."""
+        self._server.force_exit = True
+
+    async def __aenter__(self) -> Self:
+        config = self._server.config
+        config.load()
+        self._server.lifespan = config.lifespan_class(config)
+        await self._server.startup(sockets=[self._sock])
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Stop listening, let open requests end within the limit, cancel the rest."""
+        await self._server.shutdown(sockets=[self._sock])
+        for task in list(self._server.server_state.tasks):
+            task.cancel()
+        for connection in list(self._server.server_state.connections):
+            connection.shutdown()
+
+
+async def _never_asgi(*_unused: object) -> None:
+    """uvicorn wants an ASGI application; ServerConnection never calls it."""
+    raise AssertionError
+
+
+@contextlib.asynccontextmanager
+async def stopped_by_signal(*listeners: Listener) -> AsyncIterator[asyncio.Event]:
+    """Gives an event that the first SIGINT or SIGTERM sets; a second one stops waiting for open requests."""
+    loop = asyncio.get_running_loop()
+    stop = asyncio.Event()
+
+    def on_signal() -> None:
+        if stop.is_set():
+            for listener in listeners:
+                listener.force_stop()
+        stop.set()
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, on_signal)
+    try:
+        yield stop
+    finally:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.remove_signal_handler(number)

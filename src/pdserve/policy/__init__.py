@@ -1,0 +1,1 @@
+"""Which engines take a request: pure functions over snapshots."""

@@ -1,0 +1,134 @@
+"""One request's life as a table: which event may come in which state, where it leads, and whether P must be told to free.
+
+Everything about transitions stands in TABLE; a pair that is missing there is a fault in the program, not in the request.
+This module performs nothing: the proxy reports events and does what the table says.
+"""
+
+from __future__ import annotations
+
+import enum
+from typing import NamedTuple
+
+
+class State(enum.Enum):
+    """Where a request is."""
+
+    NEW = "new"
+    PREFILLING = "prefilling"
+    HELD = "held"
+    """P holds the prompt's blocks for us, and no D knows of them yet."""
+    UNSPLIT = "unsplit"
+    """No handoff in hand: D is to compute the prompt too."""
+    HANDED = "handed"
+    """D has the handoff and answers for P's blocks: it pulls and frees them, or frees them when the request is aborted."""
+    ALONE = "alone"
+    DECODING = "decoding"
+    CLOSED = "closed"
+
+
+class Event(enum.Enum):
+    """What can happen to it."""
+
+    PREFILL_SENT = "prefill_sent"
+    ALONE_CHOSEN = "alone_chosen"
+    HANDOFF_TAKEN = "handoff_taken"
+    PREFILL_FAILED = "prefill_failed"
+    """P answered without a usable handoff, or not at all; whatever P computed, it keeps no blocks for us."""
+    PREFILL_REFUSED = "prefill_refused"
+    """P found fault with the client's request; D would find the same."""
+    HANDOFF_REFUSED = "handoff_refused"
+    """Too old, or an address that D cannot reach: not sent."""
+    DECODE_SENT = "decode_sent"
+    DECODE_ANSWERED = "decode_answered"
+    DECODE_FAILED = "decode_failed"
+    """D refused the request, or it was broken off while D lives: either way D tells P to free."""
+    DECODE_LOST = "decode_lost"
+    """D died, or failed in itself, before it answered: it may never have told P anything."""
+    FINISHED = "finished"
+    BROKE_OFF = "broke_off"
+    CANCELLED = "cancelled"
+    FAILED = "failed"
+    """Nothing that could go on: no engine left, or a fault of ours."""
+
+
+class Step(NamedTuple):
+    """Where an event leads."""
+
+    state: State
+    releases: bool = False
+    """P holds blocks that nobody will fetch: free them now instead of when the lease ends."""
+
+
+_END = Step(State.CLOSED)
+_END_RELEASING = Step(State.CLOSED, releases=True)
+
+TABLE: dict[State, dict[Event, Step]] = {
+    State.NEW: {
+        Event.PREFILL_SENT: Step(State.PREFILLING),
+        Event.ALONE_CHOSEN: Step(State.UNSPLIT),
+        Event.CANCELLED: _END,
+        Event.FAILED: _END,
+    },
+    State.PREFILLING: {
+        Event.HANDOFF_TAKEN: Step(State.HELD),
+        Event.PREFILL_FAILED: Step(State.UNSPLIT),
+        Event.PREFILL_REFUSED: _END,
+        # P sees its client gone and aborts: an aborted request keeps no blocks (pull_scheduler.py, request_finished).
+        Event.CANCELLED: _END,
+        Event.FAILED: _END,
+    },
+    State.HELD: {
+        Event.DECODE_SENT: Step(State.HANDED),
+        Event.HANDOFF_REFUSED: Step(State.UNSPLIT, releases=True),
+        Event.CANCELLED: _END_RELEASING,
+        Event.FAILED: _END_RELEASING,
+    },
+    State.UNSPLIT: {
+        Event.DECODE_SENT: Step(State.ALONE),
+        Event.CANCELLED: _END,
+        Event.FAILED: _END,
+    },
+    State.HANDED: {
+        Event.DECODE_ANSWERED: Step(State.DECODING),
+        Event.DECODE_FAILED: _END,
+        Event.DECODE_LOST: _END_RELEASING,
+        # D sees its client gone and aborts, which frees P's blocks whether or not it had pulled them.
+        Event.CANCELLED: _END,
+        Event.FAILED: _END_RELEASING,
+    },
+    State.ALONE: {
+        Event.DECODE_ANSWERED: Step(State.DECODING),
+        Event.DECODE_FAILED: _END,
+        Event.DECODE_LOST: _END,
+        Event.CANCELLED: _END,
+        Event.FAILED: _END,
+    },
+    State.DECODING: {
+        Event.FINISHED: _END,
+        Event.BROKE_OFF: _END,
+        Event.CANCELLED: _END,
+        Event.FAILED: _END,
+    },
+    State.CLOSED: {},
+}
+
+
+class IllegalTransition(AssertionError):
+    """An event came in a state that the table does not foresee."""
+
+
+class RequestLife:
+    """One request's way through the table."""
+
+    __slots__ = ("state",)
+
+    def __init__(self) -> None:
+        self.state = State.NEW
+
+    def apply(self, event: Event) -> bool:
+        """Move on. Returns whether P's blocks must be released now. Raises IllegalTransition."""
+        step = TABLE[self.state].get(event)
+        if step is None:
+            raise IllegalTransition(f"{event.name} cannot happen to a request that is {self.state.value}")
+        self.state = step.state
+        return step.releases

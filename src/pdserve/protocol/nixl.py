@@ -1,0 +1,184 @@
+"""NixlConnector, pull: what P is asked for, the handoff it answers with, and what D gets of it.
+
+Read from vLLM 0.32 (distributed/kv_transfer/kv_connector/v1/nixl/pull_scheduler.py) and seen on running engines. Every
+quirk of this connector's wire form stands here and nowhere else. Knows no sockets and no policy.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+from dataclasses import dataclass
+from urllib.parse import urlsplit
+
+import msgspec
+
+from pdserve.protocol.openai import Fields, join, try_split
+
+_PREFILL_PARAMS = msgspec.Raw(
+    b'{"do_remote_decode":true,"do_remote_prefill":false,"remote_engine_id":null,'
+    b'"remote_block_ids":null,"remote_host":null,"remote_port":null}'
+)
+_ONE = msgspec.Raw(b"1")
+_FALSE = msgspec.Raw(b"false")
+
+_LIMIT_FIELDS = ("max_completion_tokens", "max_output_tokens")
+"""Beside `max_tokens`, which is always set: a limit left standing would make P decode the whole answer."""
+_DROPPED_ON_PREFILL = ("stream_options", "min_tokens")
+"""`min_tokens` above `max_tokens` is a 400, and so are stream options without a stream."""
+
+HIDING_KEY = "remote_prefill_cached_tokens"
+"""With this key in the handoff D reports P's cache hits as its own `cached_tokens`; without it D reports what it really did
+not compute, which is the proof that KV moved (vLLM 0.32, v1/engine/output_processor.py, RequestState.from_new_request)."""
+
+_RELEASE_MODEL = "pdserve-releases-kv"
+"""No engine serves a model of that name, so D refuses the request before admission and tells P to free its blocks."""
+
+
+class _Params(msgspec.Struct, frozen=True):
+    """The keys without which D computes alone (a missing one) or dies (a malformed one)."""
+
+    remote_engine_id: str
+    remote_request_id: str
+    remote_host: str
+    remote_port: int
+    remote_block_ids: list[list[int]]
+    do_remote_prefill: bool = False
+    remote_num_tokens: int | None = None
+    remote_prefill_cached_tokens: int | None = None
+    tp_size: int | None = None
+    transfer_mode: str | None = None
+
+
+class _PrefillAnswer(msgspec.Struct, frozen=True):
+    """Of P's answer nothing else is read: its one token is dropped."""
+
+    kv_transfer_params: msgspec.Raw | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Handoff:
+    """Where a request's KV lies on P, and until when it may be asked for."""
+
+    params: Fields
+    """As P wrote them, less `HIDING_KEY`; integers stay exact because no value was decoded."""
+    engine_id: str
+    request_id: str
+    host: str
+    port: int
+    num_blocks: int
+    num_tokens: int | None
+    """Prompt tokens that lie in the blocks; None when this P does not say."""
+    num_cached_on_prefill: int
+    """P's own prefix cache hits: what the client would see as `cached_tokens` from one engine alone."""
+    taken_at_s: float
+
+    def age_s(self, now_s: float) -> float:
+        """Seconds since P's answer; P's lease began a little earlier."""
+        return now_s - self.taken_at_s
+
+
+class UnusableHandoff(Exception):
+    """P's answer holds no handoff that D could take; the message is a sentence that says why."""
+
+
+def prefill_fields(fields: Fields) -> Fields:
+    """The P leg: the same prompt, one token, not streamed, KV to be kept."""
+    leg = {name: value for name, value in fields.items() if name not in _DROPPED_ON_PREFILL}
+    leg["max_tokens"] = _ONE
+    for name in _LIMIT_FIELDS:
+        if name in leg:
+            leg[name] = _ONE
+    leg["stream"] = _FALSE
+    leg["kv_transfer_params"] = _PREFILL_PARAMS
+    return leg
+
+
+def parse_handoff(answer: bytes, *, now_s: float) -> Handoff:
+    """Read P's answer. Raises UnusableHandoff.
+
+    What passes here cannot end D's EngineCore: a missing key or `[[]]` as block ids did (vLLM 0.32, seen).
+    """
+    try:
+        raw = msgspec.json.decode(answer, type=_PrefillAnswer).kv_transfer_params
+    except (msgspec.DecodeError, UnicodeDecodeError) as exc:
+        raise UnusableHandoff(f"P's answer is not what vLLM answers: {exc}") from exc
+    if raw is None or bytes(raw) == b"null":
+        raise UnusableHandoff("P's answer held no handoff; is P running with --kv-transfer-config?")
+    fields = try_split(raw)
+    if fields is None:
+        raise UnusableHandoff("P's kv_transfer_params is not an object")
+    try:
+        params = msgspec.json.decode(raw, type=_Params)
+    except (msgspec.DecodeError, UnicodeDecodeError) as exc:
+        raise UnusableHandoff(f"P's handoff is incomplete: {exc}") from exc
+    _check(params)
+    fields.pop(HIDING_KEY, None)
+    return Handoff(
+        params=fields,
+        engine_id=params.remote_engine_id,
+        request_id=params.remote_request_id,
+        host=params.remote_host,
+        port=params.remote_port,
+        num_blocks=sum(len(group) for group in params.remote_block_ids),
+        num_tokens=params.remote_num_tokens,
+        num_cached_on_prefill=params.remote_prefill_cached_tokens or 0,
+        taken_at_s=now_s,
+    )
+
+
+def _check(params: _Params) -> None:
+    if not params.do_remote_prefill:
+        raise UnusableHandoff("P's handoff does not say do_remote_prefill; is P's role kv_consumer?")
+    if params.transfer_mode not in {None, "pull"}:
+        raise UnusableHandoff(f"P's handoff is for transfer mode {params.transfer_mode!r}; pdserve speaks NIXL pull")
+    if not any(params.remote_block_ids):
+        raise UnusableHandoff("P's handoff names no KV blocks")
+    if not params.remote_host or not 0 < params.remote_port < 65536:  # noqa: PLR2004
+        raise UnusableHandoff(f"P's side channel {params.remote_host}:{params.remote_port} is not an address")
+
+
+def check_reachable(handoff: Handoff, *, decode_url: str) -> None:
+    """Refuse a side channel address that cannot mean P when D is on another host. Raises UnusableHandoff.
+
+    An engine started without VLLM_NIXL_SIDE_CHANNEL_HOST advertises localhost; D would then ask itself.
+    """
+    if _is_this_host(handoff.host) and not _is_this_host(urlsplit(decode_url).hostname or ""):
+        raise UnusableHandoff(
+            f"P advertises its side channel as {handoff.host}:{handoff.port}, which D on another host cannot reach; "
+            "start P with VLLM_NIXL_SIDE_CHANNEL_HOST set to an address of its host"
+        )
+
+
+def check_age(handoff: Handoff, *, now_s: float, max_age_s: float) -> None:
+    """Refuse a handoff whose blocks P may have freed. Raises UnusableHandoff.
+
+    After the lease, D would answer 200 and continue whatever request the blocks belong to by then (vLLM 0.32, seen).
+    """
+    age_s = handoff.age_s(now_s)
+    if age_s > max_age_s:
+        raise UnusableHandoff(f"P's handoff is {age_s:.1f} s old and its blocks are sure for {max_age_s:g} s only")
+
+
+def _is_this_host(host: str) -> bool:
+    try:
+        address = ipaddress.ip_address(host)
+    except ValueError:
+        return host == "localhost"
+    return address.is_loopback or address.is_unspecified
+
+
+def decode_fields(fields: Fields, handoff: Handoff) -> Fields:
+    """The D leg: the client's own request and the handoff."""
+    return {**fields, "kv_transfer_params": msgspec.Raw(join(handoff.params))}
+
+
+def release_body(handoff: Handoff) -> bytes:
+    """A `/v1/completions` request that D refuses with 404, telling P to free the handoff's blocks (vLLM 0.32, seen)."""
+    return msgspec.json.encode(
+        {
+            "model": _RELEASE_MODEL,
+            "prompt": "-",
+            "max_tokens": 1,
+            "kv_transfer_params": handoff.params,
+        }
+    )
