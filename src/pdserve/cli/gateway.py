@@ -82,21 +82,21 @@ async def _serve(config: Config, addresses: list[EngineAddress]) -> None:
     from pdserve.http.listener import stopped_by_signal  # noqa: PLC0415
 
     sockets = bind_gateway(config)
-    async with running_gateway(config, addresses, sockets) as running:
-        async with stopped_by_signal(running.client, running.admin) as stop:
-            for address in addresses:
-                click.echo(f"{address}")
-            click.echo(f"gateway on {running.client.url}, admin on {running.admin.url}")
-            narrating = asyncio.create_task(_narrate(running))
-            await stop.wait()
-            narrating.cancel()
+    async with stopped_by_signal() as stop, running_gateway(config, addresses, sockets) as running:
+        stop.on_second(running.client.force_stop)
+        for address in addresses:
+            click.echo(f"{address}")
+        click.echo(f"gateway on {running.client.url}, admin on {running.admin.url}")
+        narrating = asyncio.create_task(_narrate(running))
+        await stop.wait()
+        narrating.cancel()
 
 
 async def _narrate(gateway: Gateway) -> None:
     """One line whenever an engine or a pair changes state."""
     told: dict[str, str] = {}
     while True:
-        now = {name: str(gateway.pool.state_of(name)[0]) for name in gateway.pool.names()}
+        now = {str(name): str(gateway.pool.state_of(name)[0]) for name in gateway.pool.names()}
         now |= {f"{pair.prefill.name} -> {pair.decode.name}": str(pair.state) for pair in gateway.pool.pairs}
         for what, state in now.items():
             if told.get(what) != state:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import sys
-from typing import TYPE_CHECKING, override
+from typing import TYPE_CHECKING
 
 import click
 from rich.console import Console
@@ -30,12 +30,10 @@ _COMMANDS: Mapping[str, str] = {
 
 
 class _LazyGroup(click.Group):
-    @override
-    def list_commands(self, ctx: click.Context) -> list[str]:
+    def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002
         return list(_COMMANDS)
 
-    @override
-    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:  # noqa: ARG002
         target = _COMMANDS.get(cmd_name)
         if target is None:
             return None
@@ -72,6 +70,6 @@ def _show(error: PdserveError) -> None:
     console = Console(stderr=True, highlight=False)
     if isinstance(error, EngineExited):
         console.print(f"[dim]-- the end of {error.log_path}[/dim]")
-        console.print(error.log_tail, markup=False, style="dim")
+        console.print(error.log_tail, markup=False, style="dim", soft_wrap=True)
     console.print("[bold red]error:[/bold red]", end=" ")
-    console.print(str(error), markup=False)
+    console.print(str(error), markup=False, soft_wrap=True)

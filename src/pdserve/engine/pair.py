@@ -5,8 +5,8 @@ The first handoff between two engines costs a handshake, so this is also what wa
 
 from __future__ import annotations
 
-import asyncio
 import secrets
+import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -30,7 +30,7 @@ class _Models(msgspec.Struct, frozen=True):
 
 
 class _Completion(msgspec.Struct, frozen=True):
-    usage: msgspec.Raw | None = None
+    usage: msgspec.Raw = msgspec.Raw(b"null")
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,8 +62,7 @@ def expect_ok(engine: EngineClient, answer: Answer) -> Answer:
 
 async def prove_pair(prefill: EngineClient, decode: EngineClient, *, model: str, timeout_s: float) -> PairProof:
     """Send one short prompt, new each time, through a pair. Raises EngineError when a leg fails outright."""
-    loop = asyncio.get_running_loop()
-    started_s = loop.time()
+    started_s = time.monotonic()
     nonce = secrets.token_hex(8)
     request_id = f"pdserve-pair-{nonce}".encode()
     fields = openai.split_request(
@@ -75,11 +74,11 @@ async def prove_pair(prefill: EngineClient, decode: EngineClient, *, model: str,
     leg = openai.join(nixl.prefill_fields(fields))
     answer = expect_ok(prefill, await prefill.post(path, leg, request_id=request_id, timeout_s=timeout_s))
     try:
-        handoff = nixl.parse_handoff(answer.body, now_s=loop.time())
+        handoff = nixl.parse_handoff(answer.body, now_s=time.monotonic())
         nixl.check_reachable(handoff, decode_url=decode.address.url)
     except nixl.UnusableHandoff as exc:
-        return PairProof(Evidence(PrefillPlace.LOCAL, cause=str(exc)), None, loop.time() - started_s)
+        return PairProof(Evidence(PrefillPlace.LOCAL, cause=str(exc)), None, time.monotonic() - started_s)
     leg = openai.join(nixl.decode_fields(fields, handoff))
     answer = expect_ok(decode, await decode.post(path, leg, request_id=request_id, timeout_s=timeout_s))
     counts = usage.parse_usage(msgspec.json.decode(answer.body, type=_Completion).usage)
-    return PairProof(usage.judge(counts), handoff, loop.time() - started_s)
+    return PairProof(usage.judge(counts), handoff, time.monotonic() - started_s)

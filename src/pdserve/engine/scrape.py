@@ -6,7 +6,7 @@ Names are vLLM 0.32's (v1/metrics/loggers.py, nixl/stats.py). An engine without 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 class EngineCounters:
     """Counters since the engine's start, and gauges; summed over the engine's ranks."""
 
+    has_prompt_sources: bool
+    """Whether the engine tells where prompt tokens came from at all."""
     num_prompt_tokens_local: int
     num_prompt_tokens_local_cache: int
     num_prompt_tokens_remote: int
@@ -42,6 +44,7 @@ class EngineCounters:
         """What was counted between two scrapes; gauges stay as they are now."""
         return EngineCounters(
             **{name: getattr(self, name) - getattr(before, name) for name in _COUNTERS},
+            has_prompt_sources=self.has_prompt_sources,
             num_running=self.num_running,
             num_waiting=self.num_waiting,
             kv_usage=self.kv_usage,
@@ -83,7 +86,8 @@ def parse_counters(text: str) -> EngineCounters:
     """Sum the samples that are wanted. Raises ValueError for text that is not Prometheus'."""
     samples = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
     values = {name: _sum(samples, *wanted) for name, wanted in _SAMPLES.items()}
-    return EngineCounters(**{name: value if name in _FLOATS else round(value) for name, value in values.items()})  # type: ignore[arg-type]
+    numbers: dict[str, Any] = {name: value if name in _FLOATS else round(value) for name, value in values.items()}
+    return EngineCounters(has_prompt_sources=any(sample.name == _BY_SOURCE for sample in samples), **numbers)
 
 
 def _sum(samples: Iterable[Sample], name: str, source: str | None) -> float:

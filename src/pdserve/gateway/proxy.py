@@ -26,6 +26,8 @@ from pdserve.protocol.handoff import Event, RequestLife, State
 from pdserve.protocol.usage import UsageWatch, judge
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from pdserve.config import TimeoutsConfig
     from pdserve.core import Decision, EngineAddress
     from pdserve.engine.pool import EnginePool
@@ -48,13 +50,21 @@ class Proxy:
     """What every request needs; holds nothing of any one request."""
 
     def __init__(
-        self, pool: EnginePool, policy: Policy, journal: Journal, releaser: Releaser, timeouts: TimeoutsConfig
+        self,
+        pool: EnginePool,
+        policy: Policy,
+        journal: Journal,
+        releaser: Releaser,
+        timeouts: TimeoutsConfig,
+        *,
+        clock: Callable[[], float],
     ) -> None:
         self.pool = pool
         self.policy = policy
         self.journal = journal
         self.releaser = releaser
         self.timeouts = timeouts
+        self.clock = clock
 
     async def serve(self, api: Api, request: Request, response: Response) -> None:
         """Answer one request. Raises RequestError as long as nothing has been sent to the client."""
@@ -82,7 +92,6 @@ class _Exchange:
         self._api = api
         self._request = request
         self._response = response
-        self._loop = asyncio.get_running_loop()
         self._life = RequestLife()
         self._request_id = f"pd-{uuid.uuid4().hex}"
         self._engine_headers = _passed_on(request)
@@ -155,7 +164,7 @@ class _Exchange:
         timeouts = self._proxy.timeouts
         try:
             nixl.check_reachable(handoff, decode_url=decode.url)
-            nixl.check_age(handoff, now_s=self._loop.time(), max_age_s=timeouts.kv_lease - timeouts.kv_lease_margin)
+            nixl.check_age(handoff, now_s=self._proxy.clock(), max_age_s=timeouts.kv_lease - timeouts.kv_lease_margin)
         except nixl.UnusableHandoff as exc:
             self._go_unsplit(Event.HANDOFF_REFUSED, str(exc))
             return None
@@ -262,8 +271,8 @@ class _Exchange:
         usage = watch.usage
         if self._handoff is not None:
             self._evidence = judge(usage)
-            if self._evidence.place is not PrefillPlace.REMOTE:
-                _logger.warning("%s: prefill is %s: %s", self._request_id, self._evidence.place, self._evidence.cause)
+            if self._evidence.place is PrefillPlace.LOCAL:
+                _logger.warning("%s: %s", self._request_id, self._evidence.cause)
         elif usage is not None:
             known = self._evidence
             self._evidence = Evidence(known.place, usage.prompt_tokens, usage.num_cached_tokens, known.cause)
@@ -327,7 +336,7 @@ class _Exchange:
 
     def _lap(self) -> float:
         """Seconds since the last lap."""
-        now_s = self._loop.time()
+        now_s = self._proxy.clock()
         lap_s, self._mark_s = now_s - self._mark_s, now_s
         return lap_s
 

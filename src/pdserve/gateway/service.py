@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from typing import TYPE_CHECKING
 
 from pdserve.engine.pool import EnginePool
@@ -52,7 +53,7 @@ async def running_gateway(
     pool = EnginePool(engines, timeouts)
     journal = Journal()
     releaser = Releaser(pool, journal)
-    proxy = Proxy(pool, RoundRobin(), journal, releaser, timeouts)
+    proxy = Proxy(pool, RoundRobin(), journal, releaser, timeouts, clock=time.monotonic)
     client = Listener(
         ClientApp(proxy, pool).router(),
         sockets[0],

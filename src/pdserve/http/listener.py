@@ -18,7 +18,7 @@ from pdserve.errors import ConfigError
 from pdserve.http.server import ServerConnection
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncIterator, Callable
     from types import TracebackType
 
     from uvicorn.server import ServerState
@@ -103,25 +103,41 @@ class Listener:
             connection.shutdown()
 
 
-async def _never_asgi(*_unused: object) -> None:
-    """uvicorn wants an ASGI application; ServerConnection never calls it."""
-    raise AssertionError
+async def _never_asgi(scope: object, receive: object, send: object) -> None:
+    """uvicorn wants an ASGI application, and takes anything with fewer arguments for a factory; this is never called."""
+    raise AssertionError(scope, receive, send)
+
+
+class StopSignal:
+    """Waits for the first SIGINT or SIGTERM; a second one forces."""
+
+    def __init__(self) -> None:
+        self._stop = asyncio.Event()
+        self._force: list[Callable[[], None]] = []
+
+    async def wait(self) -> None:
+        """Until the first signal."""
+        await self._stop.wait()
+
+    def on_second(self, force: Callable[[], None]) -> None:
+        """What a second signal calls."""
+        self._force.append(force)
+
+    def signalled(self) -> None:
+        """A signal came."""
+        if self._stop.is_set():
+            for force in self._force:
+                force()
+        self._stop.set()
 
 
 @contextlib.asynccontextmanager
-async def stopped_by_signal(*listeners: Listener) -> AsyncIterator[asyncio.Event]:
-    """Gives an event that the first SIGINT or SIGTERM sets; a second one stops waiting for open requests."""
+async def stopped_by_signal() -> AsyncIterator[StopSignal]:
+    """Take the process's SIGINT and SIGTERM while the block runs."""
     loop = asyncio.get_running_loop()
-    stop = asyncio.Event()
-
-    def on_signal() -> None:
-        if stop.is_set():
-            for listener in listeners:
-                listener.force_stop()
-        stop.set()
-
+    stop = StopSignal()
     for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, on_signal)
+        loop.add_signal_handler(number, stop.signalled)
     try:
         yield stop
     finally:

@@ -10,8 +10,9 @@ from __future__ import annotations
 import asyncio
 import http
 import logging
+import time
 from collections import deque
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, cast
 
 import httptools
 
@@ -184,8 +185,8 @@ class ServerConnection(asyncio.Protocol):
     # asyncio's side
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
+        # uvloop's transports are none of asyncio's classes, though they do all that these do.
+        self._transport = cast("asyncio.Transport", transport)
         self._state.connections.add(self)  # type: ignore[arg-type]
         peer = transport.get_extra_info("peername")
         self._peer = f"{peer[0]}:{peer[1]}" if isinstance(peer, tuple) else ""
@@ -273,7 +274,7 @@ class ServerConnection(asyncio.Protocol):
             self._headers,
             body,
             peer=self._peer,
-            received_at_s=self._loop.time(),
+            received_at_s=time.monotonic(),
         )
         self.client_knows_chunks = self._parser.get_http_version() != "1.0"
         keep_alive = self._parser.should_keep_alive()

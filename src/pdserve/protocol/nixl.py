@@ -52,7 +52,7 @@ class _Params(msgspec.Struct, frozen=True):
 class _PrefillAnswer(msgspec.Struct, frozen=True):
     """Of P's answer nothing else is read: its one token is dropped."""
 
-    kv_transfer_params: msgspec.Raw | None = None
+    kv_transfer_params: msgspec.Raw = msgspec.Raw(b"null")
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +102,7 @@ def parse_handoff(answer: bytes, *, now_s: float) -> Handoff:
         raw = msgspec.json.decode(answer, type=_PrefillAnswer).kv_transfer_params
     except (msgspec.DecodeError, UnicodeDecodeError) as exc:
         raise UnusableHandoff(f"P's answer is not what vLLM answers: {exc}") from exc
-    if raw is None or bytes(raw) == b"null":
+    if bytes(raw) == b"null":
         raise UnusableHandoff("P's answer held no handoff; is P running with --kv-transfer-config?")
     fields = try_split(raw)
     if fields is None:

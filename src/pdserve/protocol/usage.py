@@ -62,7 +62,8 @@ def judge(usage: Usage | None) -> Evidence:
         PrefillPlace.LOCAL,
         num_prompt,
         num_cached,
-        cause=f"D computed {computed} of {num_prompt} prompt tokens itself though it was given a handoff",
+        cause=f"D computed {computed} of {num_prompt} prompt tokens itself though it was given a handoff; "
+        "is D running with --kv-transfer-config and a role that loads KV?",
     )
 
 
@@ -117,5 +118,6 @@ class UsageWatch:
     def _replace(self, fields: Fields) -> bool:
         if self._num_cached_on_prefill is None or "usage" not in fields:
             return False
-        fields["usage"] = for_client(fields["usage"], num_cached_on_prefill=self._num_cached_on_prefill)
-        return True
+        before = fields["usage"]
+        fields["usage"] = for_client(before, num_cached_on_prefill=self._num_cached_on_prefill)
+        return fields["usage"] is not before
