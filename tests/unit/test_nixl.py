@@ -1,0 +1,184 @@
+"""NIXL pull: what the P leg says, which handoffs are believed, and what D gets."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pdserve.protocol import nixl, openai
+from pdserve.protocol.nixl import UnusableHandoff
+
+HANDOFF: dict[str, Any] = {
+    "do_remote_prefill": True,
+    "do_remote_decode": False,
+    "remote_block_ids": [[1, 2, 3]],
+    "remote_engine_id": "e8c1",
+    "remote_request_id": "cmpl-pd-1-0-abcd1234",
+    "remote_host": "127.0.0.1",
+    "remote_port": 5600,
+    "tp_size": 1,
+    "remote_num_tokens": 300,
+    "remote_blocks_expiry_time": None,
+    "transfer_mode": "pull",
+    "remote_prefill_cached_tokens": 128,
+}
+
+
+def _answer(params: object) -> bytes:
+    return json.dumps({"id": "x", "choices": [{"text": "a"}], "kv_transfer_params": params}).encode()
+
+
+def _fields(**fields: Any) -> openai.Fields:
+    return openai.split_request(json.dumps({"model": "m", "prompt": "p", **fields}).encode())
+
+
+def _leg(**fields: Any) -> dict[str, Any]:
+    leg: dict[str, Any] = json.loads(openai.join(nixl.prefill_fields(_fields(**fields))))
+    return leg
+
+
+def test_the_prefill_leg_is_limited_to_one_token_in_every_spelling() -> None:
+    """A limit field left standing would make P decode the whole answer."""
+    leg = _leg(max_tokens=500, max_completion_tokens=400, max_output_tokens=300)
+    assert (leg["max_tokens"], leg["max_completion_tokens"], leg["max_output_tokens"]) == (1, 1, 1)
+
+
+def test_the_prefill_leg_sets_max_tokens_where_the_client_set_none() -> None:
+    """Without a limit vLLM would generate its default; limit fields of other APIs are not invented."""
+    leg = _leg()
+    assert leg["max_tokens"] == 1
+    assert "max_completion_tokens" not in leg
+
+
+def test_the_prefill_leg_is_not_streamed_and_drops_what_one_token_contradicts() -> None:
+    """`min_tokens` above one and stream options without a stream are both a 400 on P."""
+    leg = _leg(stream=True, stream_options={"include_usage": True}, min_tokens=4)
+    assert leg["stream"] is False
+    assert "stream_options" not in leg
+    assert "min_tokens" not in leg
+
+
+def test_the_prefill_leg_asks_for_kv_to_be_kept() -> None:
+    """The parameters are those that vLLM's own proxy sends."""
+    params = _leg()["kv_transfer_params"]
+    assert params["do_remote_decode"] is True
+    assert params["do_remote_prefill"] is False
+
+
+def test_everything_else_is_the_same_on_both_legs() -> None:
+    """What shapes the prompt must be equal on both sides, or the KV does not fit it; unknown fields survive."""
+    more = {"tools": [{"a": 1}], "chat_template_kwargs": {"x": True}, "response_format": {"type": "json"}, "new": 2**70}
+    leg = _leg(**more)
+    assert {name: leg[name] for name in more} == more
+
+
+def test_a_whole_handoff_is_read() -> None:
+    """The fields a person may want to see are decoded."""
+    handoff = nixl.parse_handoff(_answer(HANDOFF), now_s=5.0)
+    assert (handoff.engine_id, handoff.host, handoff.port) == ("e8c1", "127.0.0.1", 5600)
+    assert (handoff.num_blocks, handoff.num_tokens, handoff.num_cached_on_prefill) == (3, 300, 128)
+    assert handoff.age_s(7.5) == 2.5
+
+
+def test_d_gets_the_handoff_without_the_key_that_hides_the_proof() -> None:
+    """Everything else goes to D as P wrote it, unknown keys and large integers included."""
+    params = HANDOFF | {"remote_blocks_expiry_time": 2**63 + 1, "new_in_0_33": {"a": [1.0]}}
+    handoff = nixl.parse_handoff(_answer(params), now_s=0.0)
+    sent = json.loads(openai.join(nixl.decode_fields(_fields(max_tokens=7, min_tokens=2), handoff)))
+    del params["remote_prefill_cached_tokens"]
+    assert sent["kv_transfer_params"] == params
+    assert (sent["max_tokens"], sent["min_tokens"]) == (7, 2)
+
+
+@pytest.mark.parametrize(
+    "key", ["remote_engine_id", "remote_request_id", "remote_host", "remote_port", "remote_block_ids"]
+)
+@pytest.mark.parametrize("how", ["missing", "null"])
+def test_a_half_handoff_is_not_used(key: str, how: str) -> None:
+    """D would compute alone without a word, or die of it."""
+    params = {name: value for name, value in HANDOFF.items() if name != key or how == "null"}
+    if how == "null":
+        params[key] = None
+    with pytest.raises(UnusableHandoff, match=r"incomplete.*" + key):
+        nixl.parse_handoff(_answer(params), now_s=0.0)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"remote_block_ids": [[]]}, "no KV blocks"),
+        ({"remote_block_ids": []}, "no KV blocks"),
+        ({"remote_block_ids": "1,2"}, "incomplete"),
+        ({"remote_port": "5600"}, "incomplete"),
+        ({"remote_port": 0}, "not an address"),
+        ({"remote_host": ""}, "not an address"),
+        ({"do_remote_prefill": False}, "kv_consumer"),
+        ({"transfer_mode": "push"}, "push"),
+    ],
+)
+def test_a_malformed_handoff_never_reaches_an_engine(change: dict[str, Any], says: str) -> None:
+    """`[[]]` ended D's EngineCore (vLLM 0.32, seen); the rest cannot work either."""
+    with pytest.raises(UnusableHandoff, match=says):
+        nixl.parse_handoff(_answer(HANDOFF | change), now_s=0.0)
+
+
+@pytest.mark.parametrize("body", [_answer(None), b'{"id":"x"}'])
+def test_no_handoff_names_the_flag(body: bytes) -> None:
+    """A P without a connector answers like any vLLM; the sentence says where to look."""
+    with pytest.raises(UnusableHandoff, match="--kv-transfer-config"):
+        nixl.parse_handoff(body, now_s=0.0)
+
+
+@given(st.binary(max_size=200))
+def test_garbage_is_unusable_and_nothing_else(body: bytes) -> None:
+    """Whatever P answers, the parser raises its own error only."""
+    with pytest.raises(UnusableHandoff):
+        nixl.parse_handoff(body, now_s=0.0)
+
+
+_JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
+    max_leaves=6,
+)
+
+
+@given(st.sampled_from(sorted(HANDOFF)), _JSON)
+def test_any_value_in_any_key_is_used_or_refused(key: str, value: object) -> None:
+    """A handoff with one key replaced is either sound or refused; it never raises anything else."""
+    try:
+        handoff = nixl.parse_handoff(_answer(HANDOFF | {key: value}), now_s=0.0)
+    except UnusableHandoff:
+        return
+    assert handoff.host
+    assert handoff.num_blocks > 0
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "0.0.0.0", "::1"])  # noqa: S104
+def test_a_loopback_side_channel_is_refused_for_a_decode_engine_elsewhere(host: str) -> None:
+    """D would ask itself, find another engine id, and compute alone."""
+    handoff = nixl.parse_handoff(_answer(HANDOFF | {"remote_host": host}), now_s=0.0)
+    with pytest.raises(UnusableHandoff, match="VLLM_NIXL_SIDE_CHANNEL_HOST"):
+        nixl.check_reachable(handoff, decode_url="http://10.0.0.7:8200")
+    nixl.check_reachable(handoff, decode_url="http://127.0.0.1:8200")
+
+
+def test_an_old_handoff_is_refused() -> None:
+    """After the lease its blocks may hold another request's context."""
+    handoff = nixl.parse_handoff(_answer(HANDOFF), now_s=100.0)
+    nixl.check_age(handoff, now_s=125.0, max_age_s=25.0)
+    with pytest.raises(UnusableHandoff, match=r"25\.1 s old"):
+        nixl.check_age(handoff, now_s=125.1, max_age_s=25.0)
+
+
+def test_a_release_names_a_model_that_no_engine_serves() -> None:
+    """The refusal is what frees the blocks, so the handoff must be the real one."""
+    handoff = nixl.parse_handoff(_answer(HANDOFF), now_s=0.0)
+    body = msgspec.json.decode(nixl.release_body(handoff))
+    assert body["model"] == "pdserve-releases-kv"
+    assert body["kv_transfer_params"]["remote_request_id"] == HANDOFF["remote_request_id"]

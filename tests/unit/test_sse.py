@@ -1,0 +1,88 @@
+"""The event splitter: whatever the chunking, the same bytes come out."""
+
+from __future__ import annotations
+
+import itertools
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pdserve.protocol import sse
+from pdserve.protocol.sse import EventRelay, event_data, split_events
+
+_LINE = st.sampled_from(
+    [
+        b'data: {"choices":[{"text":" a"}]}',
+        b'data: {"choices":[],"usage":{"prompt_tokens":3}}',
+        b'data: {"choices":[{"text":"\\"usage\\":{ \\n"}]}',
+        b": comment",
+        b"event: ping\ndata: x",
+        b"data: [DONE]",
+        b"data:",
+    ]
+)
+_EVENT = st.tuples(_LINE, st.sampled_from([b"\n\n", b"\r\n\r\n"])).map(b"".join)
+
+
+@st.composite
+def _chunked(draw: st.DrawFn) -> tuple[list[bytes], list[bytes]]:
+    events = draw(st.lists(_EVENT, max_size=12))
+    stream = b"".join(events)
+    cuts = sorted(draw(st.lists(st.integers(0, len(stream)), max_size=20)))
+    bounds = [0, *cuts, len(stream)]
+    return events, [stream[start:end] for start, end in itertools.pairwise(bounds)]
+
+
+@given(_chunked())
+def test_any_chunking_gives_the_same_bytes(case: tuple[list[bytes], list[bytes]]) -> None:
+    """Cutting a stream anywhere changes neither its bytes nor which events are looked into."""
+    events, chunks = case
+    seen: list[bytes] = []
+
+    def edit(event: bytes) -> bytes:
+        seen.append(event)
+        return b"<" + event + b">"
+
+    relay = EventRelay(edit)
+    out = b"".join(relay.feed(chunk) for chunk in chunks) + relay.flush()
+    with_usage = [event for event in events if b'"usage":{' in event]
+    assert seen == with_usage
+    assert out == b"".join(b"<" + event + b">" if event in with_usage else event for event in events)
+
+
+@given(_chunked())
+def test_only_whole_events_go_out(case: tuple[list[bytes], list[bytes]]) -> None:
+    """After every piece, what went out ends at the end of an event."""
+    _, chunks = case
+    relay = EventRelay(lambda event: event)
+    for chunk in chunks:
+        out = relay.feed(chunk)
+        assert not out or out.endswith((b"\n\n", b"\r\n\r\n"))
+
+
+def test_an_endless_event_is_not_held() -> None:
+    """An unfinished event above the limit goes out in pieces instead of growing in memory."""
+    relay = EventRelay(lambda event: event)
+    piece = b"x" * (sse.MAX_EVENT_BYTES // 2)
+    out = [relay.feed(piece) for _ in range(3)]
+    assert b"".join(out) == piece * 3
+    assert relay.flush() == b""
+
+
+def test_a_stream_cut_short_keeps_its_rest() -> None:
+    """What follows the last whole event is given by flush, once."""
+    relay = EventRelay(lambda event: event)
+    assert relay.feed(b"data: a\n\ndata: b") == b"data: a\n\n"
+    assert relay.flush() == b"data: b"
+    assert relay.flush() == b""
+
+
+@given(st.lists(_EVENT, max_size=10))
+def test_split_events_finds_every_end(events: list[bytes]) -> None:
+    """Events joined and split again are the same events."""
+    assert split_events(b"".join(events)) == events
+
+
+def test_event_data_joins_lines() -> None:
+    """Several data lines of one event are one payload; comments and other fields are not part of it."""
+    assert event_data(b": c\nevent: e\ndata: a\ndata:b\n\n") == b"a\nb"
