@@ -56,6 +56,7 @@ class Listener:
             return ServerConnection(application, server_state, max_body_bytes=max_body_bytes, keep_alive_s=keep_alive_s)
 
         self._sock = sock
+        self._is_started = False
         self._server = uvicorn.Server(
             uvicorn.Config(
                 _never_asgi,
@@ -90,12 +91,19 @@ class Listener:
         config.load()
         self._server.lifespan = config.lifespan_class(config)
         await self._server.startup(sockets=[self._sock])
+        self._is_started = True
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        await self.stop()
+
+    async def stop(self) -> None:
         """Stop listening, let open requests end within the limit, cancel the rest."""
+        if not self._is_started:
+            return
+        self._is_started = False
         await self._server.shutdown(sockets=[self._sock])
         for task in list(self._server.server_state.tasks):
             task.cancel()
