@@ -7,6 +7,7 @@ key, a value of the wrong type or one out of range is a ConfigError that names f
 from __future__ import annotations
 
 import difflib
+import json
 import re
 import tomllib
 from typing import TYPE_CHECKING, Annotated
@@ -114,9 +115,12 @@ def load_config(path: Path) -> Config:
     except UnicodeDecodeError as exc:
         raise ConfigError(f"{path}: the configuration is not UTF-8 text") from exc
     try:
-        table = tomllib.loads(text)
+        # pdserve hands a resolved configuration to its own processes as JSON, which keeps what TOML has no word for.
+        table = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
     except tomllib.TOMLDecodeError as exc:
         raise ConfigError(f"{path}: not valid TOML: {exc}") from exc
+    except json.JSONDecodeError as exc:
+        raise ConfigError(f"{path}: not valid JSON: {exc}") from exc
     return parse_config(table, source=str(path))
 
 

@@ -5,6 +5,7 @@ Names are vLLM 0.32's (v1/metrics/loggers.py, nixl/stats.py). An engine without 
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -39,6 +40,8 @@ class EngineCounters:
     num_waiting: int
     kv_usage: float
     """Share of the KV blocks in use, 0 to 1."""
+    num_kv_tokens: int
+    """Tokens that the KV cache holds in all; 0 where the engine does not say."""
 
     def since(self, before: EngineCounters) -> EngineCounters:
         """What was counted between two scrapes; gauges stay as they are now."""
@@ -48,9 +51,11 @@ class EngineCounters:
             num_running=self.num_running,
             num_waiting=self.num_waiting,
             kv_usage=self.kv_usage,
+            num_kv_tokens=self.num_kv_tokens,
         )
 
 
+_CACHE_CONFIG = "vllm:cache_config_info"
 _BY_SOURCE = "vllm:prompt_tokens_by_source_total"
 _SAMPLES: dict[str, tuple[str, str | None]] = {
     "num_prompt_tokens_local": (_BY_SOURCE, "local_compute"),
@@ -87,7 +92,17 @@ def parse_counters(text: str) -> EngineCounters:
     samples = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
     values = {name: _sum(samples, *wanted) for name, wanted in _SAMPLES.items()}
     numbers: dict[str, Any] = {name: value if name in _FLOATS else round(value) for name, value in values.items()}
-    return EngineCounters(has_prompt_sources=any(sample.name == _BY_SOURCE for sample in samples), **numbers)
+    return EngineCounters(
+        has_prompt_sources=any(sample.name == _BY_SOURCE for sample in samples),
+        num_kv_tokens=sum(_kv_tokens(sample) for sample in samples if sample.name == _CACHE_CONFIG),
+        **numbers,
+    )
+
+
+def _kv_tokens(sample: Sample) -> int:
+    """From an info metric whose labels are vLLM's whole cache configuration; a label can be the word None."""
+    sizes = [sample.labels.get(label, "") for label in ("num_gpu_blocks", "block_size")]
+    return math.prod(int(size) for size in sizes) if all(size.isdecimal() for size in sizes) else 0
 
 
 def _sum(samples: Iterable[Sample], name: str, source: str | None) -> float:

@@ -21,6 +21,7 @@ from pdserve.engine.scrape import scrape
 from pdserve.engine.transport import EngineClient
 from pdserve.errors import EngineProtocolError, EngineStatus, VerifyFailed
 from pdserve.protocol.openai import Api
+from pdserve.protocol.sse import event_data, split_events
 from pdserve.verify.compare import Comparison, TokenChoice, compare
 
 if TYPE_CHECKING:
@@ -54,7 +55,7 @@ class _Usage(msgspec.Struct, frozen=True):
 
 class _Completion(msgspec.Struct, frozen=True):
     choices: list[_Choice]
-    usage: _Usage
+    usage: _Usage | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,9 +107,12 @@ class Verifier:
         model = await served_model(self._gateway)
         before = await self._scrape()
         started_s = time.monotonic()
-        answer = await self._ask(self._gateway, model, prompt, max_tokens)
+        # Streamed, so that the gateway can tell the pull and the first token from the rest.
+        stream = {"stream": True, "stream_options": {"include_usage": True}}
+        answer = await self._ask(self._gateway, model, prompt, max_tokens, **stream)
         total_s = time.monotonic() - started_s
-        completion = _parse(self._gateway, answer)
+        completion = _parse_stream(self._gateway, answer)
+        assert completion.usage is not None
         num_prompt = completion.usage.prompt_tokens
         record = await self._record(answer)
         deltas = await self._settled_deltas(before, num_prompt)
@@ -277,9 +281,33 @@ def _parse(client: EngineClient, answer: Answer) -> _Completion:
         completion = msgspec.json.decode(answer.body, type=_Completion)
     except msgspec.DecodeError as exc:
         raise EngineProtocolError(f"the answer is no completion: {exc}", engine=str(client.address)) from exc
-    if not completion.choices:
-        raise EngineProtocolError("the answer holds no choice", engine=str(client.address))
+    if not completion.choices or completion.usage is None:
+        raise EngineProtocolError("the answer holds no choice or no usage", engine=str(client.address))
     return completion
+
+
+def _parse_stream(client: EngineClient, answer: Answer) -> _Completion:
+    """A stream's events as one completion."""
+    payloads = [data for event in split_events(answer.body) if (data := event_data(event)) not in {b"", b"[DONE]"}]
+    try:
+        pieces = [msgspec.json.decode(payload, type=_Completion) for payload in payloads]
+    except msgspec.DecodeError as exc:
+        shown = payloads[-1][:500].decode(errors="replace") if payloads else "nothing"
+        raise EngineProtocolError(
+            f"not a stream of completions: {exc}; it ends with {shown}", engine=str(client.address)
+        ) from exc
+    choices = [piece.choices[0] for piece in pieces if piece.choices]
+    usage = next((piece.usage for piece in reversed(pieces) if piece.usage is not None), None)
+    if not choices or usage is None:
+        raise EngineProtocolError("the stream holds no choice or no usage", engine=str(client.address))
+    logprobs = [choice.logprobs for choice in choices if choice.logprobs is not None]
+    joined = _Logprobs(
+        tokens=[token for one in logprobs for token in one.tokens],
+        token_logprobs=[logprob for one in logprobs for logprob in one.token_logprobs],
+        top_logprobs=[top for one in logprobs for top in one.top_logprobs],
+    )
+    text = "".join(choice.text for choice in choices)
+    return _Completion([_Choice(text, joined if logprobs else None)], usage)
 
 
 def _choices(completion: _Completion) -> list[TokenChoice]:
