@@ -24,8 +24,10 @@ def draw_request(console: Console, record: RequestRecord) -> None:
     steps = _steps(record)
     total_s = sum(seconds for _, _, seconds, _ in steps)
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), show_header=False)
-    for justify in ("left", "left", "right", "left"):
-        table.add_column(justify=justify, no_wrap=True)
+    table.add_column(no_wrap=True)
+    table.add_column(no_wrap=True)
+    table.add_column(no_wrap=True, justify="right")
+    table.add_column()
     table.add_row("client", Text("█" * 40, style="dim"), f"{total_s * 1e3:.1f} ms", "the whole request")
     start_s = 0.0
     for who, style, seconds, what in steps:

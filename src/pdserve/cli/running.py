@@ -75,15 +75,14 @@ async def _until_ready(deployment: Deployment, console: Console, stop: StopSigna
     becoming_ready = asyncio.create_task(deployment.until_ready())
     stopping = asyncio.create_task(stop.wait())
     try:
-        with Live(console=console, transient=not console.is_terminal, auto_refresh=False) as live:
+        with Live(console=console, transient=True, auto_refresh=False) as live:
             while not becoming_ready.done() and not stopping.done():
                 live.update(engine_table(await deployment.rows()), refresh=console.is_terminal)
                 await asyncio.wait([becoming_ready, stopping], timeout=_REDRAW_S, return_when=asyncio.FIRST_COMPLETED)
-            if becoming_ready.done() and becoming_ready.exception() is None:
-                live.update(engine_table(await deployment.rows()), refresh=True)
         if not becoming_ready.done():
             raise Stopped
         await becoming_ready
+        console.print(engine_table(await deployment.rows()))
     finally:
         becoming_ready.cancel()
         stopping.cancel()

@@ -29,9 +29,16 @@ _STATE_STYLES = {
 }
 
 
+_PIPE_WIDTH = 120
+"""Columns where there is no terminal to ask: rich would take 80 and cut the tables."""
+
+
 def make_console() -> Console:
     """Standard output, without rich's guesses about numbers and paths."""
-    return Console(highlight=False)
+    console = Console(highlight=False, soft_wrap=True)
+    if not console.is_terminal:
+        console.width = _PIPE_WIDTH
+    return console
 
 
 def styled_state(state: str) -> Text:
