@@ -1,16 +1,17 @@
-"""What all tests share: the event loops that they run on."""
+"""What all tests share: the event loops that they run on, and one pair of real engines."""
 
 from __future__ import annotations
 
 import asyncio
 from typing import TYPE_CHECKING
 
+import pytest
 import uvloop
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+import deployment
 
-    import pytest
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping
 
 _ON_BOTH_LOOPS = {"component", "faults"}
 
@@ -20,3 +21,10 @@ def pytest_asyncio_loop_factories(item: pytest.Item) -> Mapping[str, Callable[[]
     if _ON_BOTH_LOOPS & set(item.path.parts):
         return {"uvloop": uvloop.new_event_loop, "asyncio": asyncio.new_event_loop}
     return {"uvloop": uvloop.new_event_loop}
+
+
+@pytest.fixture(scope="session")
+def real_pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[deployment.RealPair]:
+    """Real vLLM engines and the gateway, started once by `pdserve up`; tests leave them as they found them."""
+    with deployment.real_pair(tmp_path_factory.mktemp("state")) as pair:
+        yield pair
