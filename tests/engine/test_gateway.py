@@ -60,7 +60,7 @@ async def _until_in_flight(pair: RealPair, name: str) -> None:
     admin = AdminClient(pair.admin_url)
     try:
         async with asyncio.timeout(20):
-            while not await _is_in_flight(admin, name):
+            while not await _is_in_flight(admin, name):  # noqa: ASYNC110 - another process, which gives no event
                 await asyncio.sleep(0.02)
     finally:
         admin.close()
