@@ -4,11 +4,8 @@ from __future__ import annotations
 
 from typing import TypeVar
 
-import msgspec
-
 from pdserve.core import EngineAddress, EngineName, Role
 from pdserve.engine.transport import EngineClient
-from pdserve.errors import EngineProtocolError
 from pdserve.protocol.admin import GatewayStatus, RequestRecord
 
 _TIMEOUT_S = 10.0
@@ -38,9 +35,4 @@ class AdminClient:
         self._client.close()
 
     async def _read(self, path: str, kind: type[_Value]) -> _Value:
-        answer = await self._client.get(path, timeout_s=_TIMEOUT_S)
-        try:
-            return msgspec.json.decode(answer.body, type=kind)
-        except msgspec.DecodeError as exc:
-            message = f"{path} answered {answer.status} and not what pdserve's admin listener answers: {exc}"
-            raise EngineProtocolError(message, engine=str(self._client.address)) from exc
+        return self._client.decoded(await self._client.get(path, timeout_s=_TIMEOUT_S), kind)

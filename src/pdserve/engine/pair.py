@@ -45,10 +45,10 @@ class PairProof:
 async def served_model(engine: EngineClient, *, timeout_s: float = 10.0) -> str:
     """The first model that an engine serves. Raises EngineError."""
     answer = expect_ok(engine, await engine.get("/v1/models", timeout_s=timeout_s))
-    try:
-        return msgspec.json.decode(answer.body, type=_Models).data[0].id
-    except (msgspec.DecodeError, IndexError) as exc:
-        raise EngineProtocolError(f"/v1/models is not a list of models: {exc}", engine=str(engine.address)) from exc
+    models = engine.decoded(answer, _Models).data
+    if not models:
+        raise EngineProtocolError("/v1/models lists no model", engine=str(engine.address))
+    return models[0].id
 
 
 def expect_ok(engine: EngineClient, answer: Answer) -> Answer:
@@ -80,5 +80,5 @@ async def prove_pair(prefill: EngineClient, decode: EngineClient, *, model: str,
         return PairProof(Evidence(PrefillPlace.LOCAL, cause=str(exc)), None, time.monotonic() - started_s)
     leg = openai.join(nixl.decode_fields(fields, handoff))
     answer = expect_ok(decode, await decode.post(path, leg, request_id=request_id, timeout_s=timeout_s))
-    counts = usage.parse_usage(msgspec.json.decode(answer.body, type=_Completion).usage)
+    counts = usage.parse_usage(decode.decoded(answer, _Completion).usage)
     return PairProof(usage.judge(counts), handoff, time.monotonic() - started_s)

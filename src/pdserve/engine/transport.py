@@ -9,8 +9,10 @@ import asyncio
 import contextlib
 import ssl
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 from urllib.parse import urlsplit
+
+import msgspec
 
 from pdserve.errors import EngineError, EngineProtocolError, EngineTimeout, EngineUnreachable, Reason
 from pdserve.http.client import ClientConnection, ConnectionFailed, ConnectionPool, ProtocolViolated
@@ -23,6 +25,8 @@ if TYPE_CHECKING:
     from pdserve.http.server import Headers
 
     HeaderSequence = Sequence[tuple[bytes, bytes]]
+
+_Value = TypeVar("_Value")
 
 MAX_WHOLE_ANSWER_BYTES = 256 * 1024 * 1024
 """A chat answer with logprobs for every token of a long context stays well below; beyond it an engine is talking nonsense."""
@@ -102,6 +106,15 @@ class EngineClient:
             return EngineProtocolError(str(error), engine=str(self.address))
         reason = Reason.ENGINE_UNREACHABLE if error.is_unanswered else Reason.ENGINE_BROKE_OFF
         return EngineUnreachable(str(error), engine=str(self.address), reason=reason)
+
+    def decoded(self, answer: Answer, kind: type[_Value]) -> _Value:
+        """An answer's JSON as a value. Raises EngineProtocolError when it is something else."""
+        try:
+            return msgspec.json.decode(answer.body, type=kind)
+        except (msgspec.DecodeError, UnicodeDecodeError) as exc:
+            shown = answer.body[:200].decode(errors="replace")
+            message = f"answered {answer.status} with something else than expected: {exc}: {shown!r}"
+            raise EngineProtocolError(message, engine=str(self.address)) from exc
 
     def timeout_of(self, what: str, timeout_s: float) -> EngineTimeout:
         """The error for a deadline that passed; `what` names what was waited for."""

@@ -61,12 +61,10 @@ async def running_gateway(
         shutdown_s=timeouts.shutdown,
     )
     admin = Listener(AdminApp(pool, journal).router(), sockets[1], shutdown_s=1)
-    watching = asyncio.create_task(pool.run())
-    try:
+    # A fault in the watching ends the gateway: one that no longer knows its engines must not look alive.
+    async with asyncio.TaskGroup() as tasks:
+        watching = tasks.create_task(pool.run())
         async with admin, client:
             yield Gateway(pool, journal, client, admin)
         await releaser.drain()
-    finally:
         watching.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await watching

@@ -277,10 +277,7 @@ def _is_settled(decode: list[Delta], num_prompt_tokens: int) -> bool:
 
 
 def _parse(client: EngineClient, answer: Answer) -> _Completion:
-    try:
-        completion = msgspec.json.decode(answer.body, type=_Completion)
-    except msgspec.DecodeError as exc:
-        raise EngineProtocolError(f"the answer is no completion: {exc}", engine=str(client.address)) from exc
+    completion = client.decoded(answer, _Completion)
     if not completion.choices or completion.usage is None:
         raise EngineProtocolError("the answer holds no choice or no usage", engine=str(client.address))
     return completion
