@@ -6,7 +6,7 @@ import itertools
 from typing import TYPE_CHECKING
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pdserve.errors import ConfigError
@@ -84,6 +84,7 @@ def test_no_port_left_names_the_setting() -> None:
         _plan([1, 1], first=65535)
 
 
+@settings(deadline=None)  # A busy machine may take its time.
 @given(
     widths=st.lists(st.integers(1, 4), max_size=6),
     taken=st.frozensets(st.integers(8095, 8125)),
