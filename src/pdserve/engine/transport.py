@@ -61,6 +61,7 @@ class EngineClient:
         port = parts.port or (443 if is_tls else 80)
         self.address = address
         self.num_in_flight = 0
+        self._loop = asyncio.get_running_loop()
         self._connect_timeout_s = connect_timeout_s
         self._host_header = parts.netloc.encode()
         self._pool = ConnectionPool(parts.hostname, port, tls=ssl.create_default_context() if is_tls else None)
@@ -87,7 +88,7 @@ class EngineClient:
         headers: HeaderSequence = (),
     ) -> ClientConnection:
         """POST a JSON body, its answer going to the sink. The caller aborts the connection. Raises EngineUnreachable."""
-        connection = await self._acquire()
+        connection = self._pool.try_acquire() or await self._connect()
         connection.send(self._post_bytes(path, body, request_id, headers), sink)
         return connection
 
@@ -125,25 +126,26 @@ class EngineClient:
         self._pool.close()
 
     async def _whole(self, request: bytes, *, timeout_s: float) -> Answer:
-        sink = _WholeAnswer()
-        connection: ClientConnection | None = None
+        sink = _WholeAnswer(self._loop.create_future())
+        connection = self._pool.try_acquire() or await self._connect()
+        # A timer of our own: asyncio.timeout asks for the running loop and task at every turn, which are system calls.
+        timer = self._loop.call_later(timeout_s, sink.expire)
         try:
-            async with asyncio.timeout(timeout_s):
-                connection = await self._acquire()
-                connection.send(request, sink)
-                return await sink.answer
+            connection.send(request, sink)
+            return await sink.answer
         except TimeoutError as exc:
             raise self.timeout_of("the answer", timeout_s) from exc
         except (ConnectionFailed, ProtocolViolated) as exc:
             raise self.error_of(exc) from exc
         finally:
-            if connection is not None and not sink.is_whole:
+            timer.cancel()
+            if not sink.is_whole:
                 connection.abort()
 
-    async def _acquire(self) -> ClientConnection:
+    async def _connect(self) -> ClientConnection:
         try:
             async with asyncio.timeout(self._connect_timeout_s):
-                return await self._pool.acquire()
+                return await self._pool.connect()
         except TimeoutError as exc:
             raise self.timeout_of("a connection", self._connect_timeout_s) from exc
         except ConnectionFailed as exc:
@@ -163,8 +165,8 @@ class _WholeAnswer:
 
     __slots__ = ("_headers", "_num_bytes", "_pieces", "_status", "answer", "is_whole")
 
-    def __init__(self) -> None:
-        self.answer: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
+    def __init__(self, answer: asyncio.Future[Answer]) -> None:
+        self.answer = answer
         self.is_whole = False
         self._status = 0
         self._headers: Headers = []
@@ -187,6 +189,9 @@ class _WholeAnswer:
         if not self.answer.done():
             self.answer.set_result(Answer(self._status, self._headers, b"".join(self._pieces)))
 
-    def on_failure(self, error: ConnectionFailed | ProtocolViolated) -> None:
+    def on_failure(self, error: ConnectionFailed | ProtocolViolated | TimeoutError) -> None:
         if not self.answer.done():
             self.answer.set_exception(error)
+
+    def expire(self) -> None:
+        self.on_failure(TimeoutError())

@@ -6,7 +6,6 @@ still be tried otherwise. A stream's pieces are not parsed; only the event that 
 
 from __future__ import annotations
 
-import asyncio
 from typing import TYPE_CHECKING
 
 from pdserve.engine.transport import MAX_WHOLE_ANSWER_BYTES, Answer, content_type_of
@@ -14,6 +13,7 @@ from pdserve.errors import EngineError, EngineProtocolError
 from pdserve.protocol.sse import EventRelay, event_data, split_events
 
 if TYPE_CHECKING:
+    import asyncio
     from collections.abc import Callable
 
     from pdserve.engine.transport import EngineClient
@@ -36,11 +36,12 @@ class Relay:
         engine: EngineClient,
         watch: UsageWatch,
         *,
+        loop: asyncio.AbstractEventLoop,
         client_headers: Callable[[], Headers],
         first_byte_timeout_s: float,
         silence_timeout_s: float,
     ) -> None:
-        self._loop = asyncio.get_running_loop()
+        self._loop = loop
         self._response = response
         self._engine = engine
         self._client_headers = client_headers

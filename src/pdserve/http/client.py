@@ -181,8 +181,8 @@ class ConnectionPool:
         self._idle: deque[ClientConnection] = deque()
         self._loop = asyncio.get_running_loop()
 
-    async def acquire(self) -> ClientConnection:
-        """An idle connection, else a new one. Raises ConnectionFailed."""
+    def try_acquire(self) -> ClientConnection | None:
+        """A connection that was used before and is idle; None when there is none that can still be trusted."""
         oldest_s = self._loop.time() - MAX_IDLE_S
         while self._idle:
             connection = self._idle.pop()
@@ -191,7 +191,7 @@ class ConnectionPool:
             if connection.idle_since_s > oldest_s:
                 return connection
             connection.abort()
-        return await self.connect()
+        return None
 
     async def connect(self) -> ClientConnection:
         """A new connection. Raises ConnectionFailed."""

@@ -200,10 +200,14 @@ class Deployment:
             async with asyncio.timeout(timeout_s):
                 return await self._until_settled()
         except TimeoutError as exc:
-            waiting = ", ".join(f"{status.address.name} is {status.state}" for status in self._engines.statuses())
+            waiting = [
+                f"{status.address.name} is {status.state} ({self._engines.likely_cause(status.address.name)})"
+                for status in self._engines.statuses()
+                if status.state is not EngineState.READY
+            ]
             raise EngineNotReady(
-                f"not ready after {timeout_s:g} s: {waiting}. Their logs are in {self.log_dir}; "
-                "a large model may need a longer engines.start_timeout"
+                f"not ready after {timeout_s:g} s: {', '.join(waiting) or 'a pair has not been proven'}. "
+                f"The logs are in {self.log_dir}; a large model may need a longer engines.start_timeout"
             ) from exc
 
     async def next_exit(self) -> EngineStatus:

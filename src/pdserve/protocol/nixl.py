@@ -6,7 +6,6 @@ quirk of this connector's wire form stands here and nowhere else. Knows no socke
 
 from __future__ import annotations
 
-import ipaddress
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
@@ -29,6 +28,8 @@ _DROPPED_ON_PREFILL = ("stream_options", "min_tokens")
 HIDING_KEY = "remote_prefill_cached_tokens"
 """With this key in the handoff D reports P's cache hits as its own `cached_tokens`; without it D reports what it really did
 not compute, which is the proof that KV moved (vLLM 0.32, v1/engine/output_processor.py, RequestState.from_new_request)."""
+
+_THIS_HOST = frozenset({"localhost", "::1", "0.0.0.0", "::"})  # noqa: S104 - what is looked for, not where to listen
 
 _RELEASE_MODEL = "pdserve-releases-kv"
 """No engine serves a model of that name, so D refuses the request before admission and tells P to free its blocks."""
@@ -160,11 +161,7 @@ def check_age(handoff: Handoff, *, now_s: float, max_age_s: float) -> None:
 
 
 def _is_this_host(host: str) -> bool:
-    try:
-        address = ipaddress.ip_address(host)
-    except ValueError:
-        return host == "localhost"
-    return address.is_loopback or address.is_unspecified
+    return host in _THIS_HOST or host.startswith("127.")
 
 
 def decode_fields(fields: Fields, handoff: Handoff) -> Fields:
