@@ -192,7 +192,7 @@ class _Exchange:
     async def _decode(self, decode: EngineAddress, fields: Fields) -> None:
         client = self._proxy.pool.client(decode.name)
         watch = self._watch = UsageWatch(
-            num_cached_on_prefill=self._handoff.num_cached_on_prefill if self._handoff is not None else None,
+            prefill_details=self._handoff.prompt_details if self._handoff is not None else None,
             client_wants_usage=openai.wants_stream_usage(fields),
         )
         relay = Relay(
@@ -249,9 +249,8 @@ class _Exchange:
     def _failure_event(self, error: EngineError) -> Event:
         if self._life.state is State.DECODING:
             return Event.BROKE_OFF
-        is_dead = isinstance(error, EngineUnreachable)
-        is_broken = isinstance(error, EngineStatus) and not _is_clients_fault(error.status)
-        return Event.DECODE_LOST if is_dead or is_broken else Event.DECODE_FAILED
+        is_refusal = isinstance(error, EngineStatus) and _is_clients_fault(error.status)
+        return Event.DECODE_REFUSED if is_refusal else Event.DECODE_LOST
 
     def _stream_starts(self) -> Headers:
         self._phases.first_token_s = self._lap()

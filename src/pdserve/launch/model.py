@@ -52,7 +52,7 @@ def parse_model(spec: str, *, cache_dir: Path) -> ModelSource:
         return HuggingFaceModel(_hub_name(spec))
     if spec.startswith("modelscope:"):
         return ModelScopeModel(_hub_name(spec))
-    if spec.startswith(("/", "./", "../", "~/")) or spec in {".", ".."} or Path(spec).is_dir():
+    if spec.startswith(("/", "./", "../", "~/")) or spec in {".", ".."} or (spec and Path(spec).is_dir()):
         return LocalFolder(_absolute(spec))
     raise ConfigError(f"model {spec!r}: {_suggestion(spec)}")
 

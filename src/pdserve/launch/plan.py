@@ -39,8 +39,8 @@ GPU_BLOCK_SIZE = 128
 """With vLLM's default of 16 a 4,000-token prompt moved as 5,000 descriptors: 21 ms, and D stood still for 13 ms while it posted
 them. With 128 it took 8.8 ms, and D's p99 ITL fell from 17.8 to 9.2 ms (two H200, vLLM 0.26)."""
 SHARED_GPU_NOTE = (
-    "Prefill and decode share one GPU. Between two processes on one GPU UCX copies through host memory and TCP: 15 to 370 MB/s "
-    "on an H200, where two GPUs moved 25 GB/s. This is for trying out, not for measuring."
+    "Prefill and decode share one GPU. Between two processes on one GPU UCX took cuda_ipc on one H200 host (4.8 GB/s under "
+    "load) and TCP on another (0.02 GB/s), where two GPUs moved 25 GB/s; `pdserve verify` tells what this host does."
 )
 VLLM_LEASE_S = 30.0
 """vLLM's own `kv_lease_duration` (nixl/base_scheduler.py in 0.32)."""
@@ -277,7 +277,7 @@ def _preload(libiomp5: Path | None, preloaded: str) -> dict[str, str]:
 
 def _gpu_profiles(seats: Sequence[_Seat], hardware: Hardware) -> list[_Profile]:
     # UCX is left as it is: by itself it chose cuda_ipc over NVLink, 25 GB/s between two H200, and a list of transports would
-    # rule out InfiniBand. No list that was tried made it fast between two processes on one GPU.
+    # rule out InfiniBand.
     places = _place_on_gpus(seats, [gpu.index for gpu in hardware.gpus])
     return [_gpu_profile(place, num_sharing=_num_sharing(place, places)) for place in places]
 
@@ -306,7 +306,7 @@ def _place_on_gpus(seats: Sequence[_Seat], gpus: Sequence[int]) -> list[tuple[in
     num_prefill = sum(seat.role is Role.PREFILL for seat in seats)
     if sum(sizes) <= len(gpus) or len(gpus) == 1 or num_prefill == 0:
         return _deal_gpus(seats, gpus)
-    # UCX has no fast way between two processes on one GPU (`planning_notes`), and only P and D move KV to each other.
+    # UCX is at its slowest between two processes on one GPU (`planning_notes`), and only P and D move KV to each other.
     num_gpus = round(len(gpus) * sum(sizes[:num_prefill]) / sum(sizes))
     cut = min(max(1, num_gpus), len(gpus) - 1)
     return _deal_gpus(seats[:num_prefill], gpus[:cut]) + _deal_gpus(seats[num_prefill:], gpus[cut:])

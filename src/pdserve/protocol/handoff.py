@@ -40,10 +40,10 @@ class Event(enum.Enum):
     """Too old, or an address that D cannot reach: not sent."""
     DECODE_SENT = "decode_sent"
     DECODE_ANSWERED = "decode_answered"
-    DECODE_FAILED = "decode_failed"
-    """D refused the request, or it was broken off while D lives: either way D tells P to free."""
+    DECODE_REFUSED = "decode_refused"
+    """D found fault with the request before admission, and told P to free."""
     DECODE_LOST = "decode_lost"
-    """D died, or failed in itself, before it answered: it may never have told P anything."""
+    """D died, failed in itself or kept silent before it answered: it may never have told P anything."""
     FINISHED = "finished"
     BROKE_OFF = "broke_off"
     CANCELLED = "cancelled"
@@ -90,7 +90,7 @@ TABLE: dict[State, dict[Event, Step]] = {
     },
     State.HANDED: {
         Event.DECODE_ANSWERED: Step(State.DECODING),
-        Event.DECODE_FAILED: _END,
+        Event.DECODE_REFUSED: _END,
         Event.DECODE_LOST: _END_RELEASING,
         # D sees its client gone and aborts, which frees P's blocks whether or not it had pulled them.
         Event.CANCELLED: _END,
@@ -98,7 +98,7 @@ TABLE: dict[State, dict[Event, Step]] = {
     },
     State.ALONE: {
         Event.DECODE_ANSWERED: Step(State.DECODING),
-        Event.DECODE_FAILED: _END,
+        Event.DECODE_REFUSED: _END,
         Event.DECODE_LOST: _END,
         Event.CANCELLED: _END,
         Event.FAILED: _END,

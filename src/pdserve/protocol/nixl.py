@@ -50,10 +50,15 @@ class _Params(msgspec.Struct, frozen=True):
     transfer_mode: str | None = None
 
 
+class _PrefillUsage(msgspec.Struct, frozen=True):
+    prompt_tokens_details: msgspec.Raw = msgspec.Raw(b"null")
+
+
 class _PrefillAnswer(msgspec.Struct, frozen=True):
     """Of P's answer nothing else is read: its one token is dropped."""
 
     kv_transfer_params: msgspec.Raw = msgspec.Raw(b"null")
+    usage: _PrefillUsage | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +75,9 @@ class Handoff:
     num_tokens: int | None
     """Prompt tokens that lie in the blocks; None when this P does not say."""
     num_cached_on_prefill: int
-    """P's own prefix cache hits: what the client would see as `cached_tokens` from one engine alone."""
+    """P's own prefix cache hits."""
+    prompt_details: Fields
+    """P's `prompt_tokens_details`: what the client would see of its prompt from one engine alone."""
     taken_at_s: float
 
     def age_s(self, now_s: float) -> float:
@@ -100,9 +107,10 @@ def parse_handoff(answer: bytes, *, now_s: float) -> Handoff:
     What passes here cannot end D's EngineCore: a missing key or `[[]]` as block ids did (vLLM 0.32, seen).
     """
     try:
-        raw = msgspec.json.decode(answer, type=_PrefillAnswer).kv_transfer_params
+        read = msgspec.json.decode(answer, type=_PrefillAnswer)
     except (msgspec.DecodeError, UnicodeDecodeError) as exc:
         raise UnusableHandoff(f"P's answer is not what vLLM answers: {exc}") from exc
+    raw = read.kv_transfer_params
     if bytes(raw) == b"null":
         raise UnusableHandoff("P's answer held no handoff; is P running with --kv-transfer-config?")
     fields = try_split(raw)
@@ -114,6 +122,8 @@ def parse_handoff(answer: bytes, *, now_s: float) -> Handoff:
         raise UnusableHandoff(f"P's handoff is incomplete: {exc}") from exc
     _check(params)
     fields.pop(HIDING_KEY, None)
+    num_cached = params.remote_prefill_cached_tokens or 0
+    details = try_split(read.usage.prompt_tokens_details) if read.usage is not None else None
     return Handoff(
         params=fields,
         engine_id=params.remote_engine_id,
@@ -122,7 +132,8 @@ def parse_handoff(answer: bytes, *, now_s: float) -> Handoff:
         port=params.remote_port,
         num_blocks=sum(len(group) for group in params.remote_block_ids),
         num_tokens=params.remote_num_tokens,
-        num_cached_on_prefill=params.remote_prefill_cached_tokens or 0,
+        num_cached_on_prefill=num_cached,
+        prompt_details=details or {"cached_tokens": msgspec.Raw(b"%d" % num_cached)},
         taken_at_s=now_s,
     )
 

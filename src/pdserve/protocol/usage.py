@@ -67,15 +67,15 @@ def judge(usage: Usage | None) -> Evidence:
     )
 
 
-def for_client(usage: msgspec.Raw, *, num_cached_on_prefill: int) -> msgspec.Raw:
-    """D's usage with the cached tokens that one engine alone would have reported."""
+def for_client(usage: msgspec.Raw, prefill_details: Fields) -> msgspec.Raw:
+    """D's usage, with what P says of the prompt wherever D says something of it: as one engine alone would have told it."""
     fields = try_split(usage)
     if fields is None or "prompt_tokens_details" not in fields:
         return usage
     details = try_split(fields["prompt_tokens_details"])
-    if details is None or "cached_tokens" not in details:
+    if details is None:
         return usage
-    details["cached_tokens"] = msgspec.Raw(b"%d" % num_cached_on_prefill)
+    details.update({name: prefill_details[name] for name in details.keys() & prefill_details.keys()})
     fields["prompt_tokens_details"] = msgspec.Raw(join(details))
     return msgspec.Raw(join(fields))
 
@@ -83,10 +83,10 @@ def for_client(usage: msgspec.Raw, *, num_cached_on_prefill: int) -> msgspec.Raw
 class UsageWatch:
     """Reads the usage that passes in one answer, and edits it for the client. One per request."""
 
-    __slots__ = ("_client_wants_usage", "_num_cached_on_prefill", "usage")
+    __slots__ = ("_client_wants_usage", "_prefill_details", "usage")
 
-    def __init__(self, *, num_cached_on_prefill: int | None, client_wants_usage: bool) -> None:
-        self._num_cached_on_prefill = num_cached_on_prefill
+    def __init__(self, *, prefill_details: Fields | None, client_wants_usage: bool) -> None:
+        self._prefill_details = prefill_details
         """None when D had no handoff: its own count is then the client's too."""
         self._client_wants_usage = client_wants_usage
         self.usage: Usage | None = None
@@ -116,8 +116,8 @@ class UsageWatch:
         return join(fields) if is_changed else body
 
     def _replace(self, fields: Fields) -> bool:
-        if self._num_cached_on_prefill is None or "usage" not in fields:
+        if self._prefill_details is None or "usage" not in fields:
             return False
         before = fields["usage"]
-        fields["usage"] = for_client(before, num_cached_on_prefill=self._num_cached_on_prefill)
+        fields["usage"] = for_client(before, self._prefill_details)
         return fields["usage"] is not before

@@ -138,8 +138,8 @@ def _check_converter_installed() -> None:
     missing = [name for name in gguf_llama.REQUIRED_MODULES if importlib.util.find_spec(name) is None]
     if missing:
         raise ConfigError(
-            f"model smollm2: to convert it, {', '.join(missing)} must be installed beside pdserve: "
-            'pip install "pdserve[cpu]", or name another model'
+            f"model smollm2: to convert it, pdserve needs {' and '.join(missing)} beside it: "
+            f"pip install {' '.join(missing)}; or name another model"
         )
 
 
