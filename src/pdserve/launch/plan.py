@@ -101,8 +101,11 @@ def plan_engines(
     served_name: str,
     ports: PortPlan,
     preloaded: str = "",
+    library_path: str = "",
 ) -> tuple[EngineCommand, ...]:
-    """The commands, prefill engines first. `preloaded` is the LD_PRELOAD that pdserve itself was started with.
+    """The commands, prefill engines first.
+
+    `preloaded` and `library_path` are the LD_PRELOAD and LD_LIBRARY_PATH that pdserve itself was started with.
 
     Raises ConfigError for settings that cannot be honoured, and for a machine with too few GPUs.
     """
@@ -110,7 +113,8 @@ def plan_engines(
     if uses_gpus(hardware, install):
         profiles = _gpu_profiles(seats, hardware)
     else:
-        profiles = _cpu_profiles(seats, hardware, libiomp5=install.libiomp5, preloaded=preloaded, limit=context_limit)
+        libraries = {**_preload(install.libiomp5, preloaded), **_library_path(install.library_path, library_path)}
+        profiles = _cpu_profiles(seats, hardware, libraries=libraries, limit=context_limit)
     host = config.engines.host
     reachable = LOOPBACKS.get(host, host)
     return tuple(
@@ -232,7 +236,7 @@ def _connector(role: Role, profile: _Profile, lease_s: float) -> dict[str, objec
 
 
 def _cpu_profiles(
-    seats: Sequence[_Seat], hardware: Hardware, *, libiomp5: Path | None, preloaded: str, limit: int | None
+    seats: Sequence[_Seat], hardware: Hardware, *, libraries: Mapping[str, str], limit: int | None
 ) -> list[_Profile]:
     args: dict[str, ArgValue] = {
         "dtype": "bfloat16",
@@ -245,7 +249,7 @@ def _cpu_profiles(
         # enforce-eager does not reach what runs on the side: `logprobs` compiled for more than a minute, 0.3 s with this.
         "TORCHDYNAMO_DISABLE": "1",
         "UCX_TLS": "tcp,sm,self",
-        **_preload(libiomp5, preloaded),
+        **libraries,
     }
     kv_space = {"VLLM_CPU_KVCACHE_SPACE": str(_cpu_kv_gib(hardware.memory_bytes, len(seats)))}
     return [
@@ -273,6 +277,13 @@ def _preload(libiomp5: Path | None, preloaded: str) -> dict[str, str]:
     if libiomp5 is None or any(name in preloaded for name in ("libgomp", "libomp", "libiomp")):
         return {}  # Two OpenMP libraries in one process stop vLLM (OMPProcessManager in utils/ompmultiprocessing.py, 0.32).
     return {"LD_PRELOAD": f"{libiomp5}:{preloaded}" if preloaded else str(libiomp5)}
+
+
+def _library_path(folder: Path | None, inherited: str) -> dict[str, str]:
+    """For what vllm-cpu needs of the system and a small system has not: libnuma (`_C.abi3.so` in 0.32)."""
+    if folder is None:
+        return {}
+    return {"LD_LIBRARY_PATH": f"{folder}:{inherited}" if inherited else str(folder)}
 
 
 def _gpu_profiles(seats: Sequence[_Seat], hardware: Hardware) -> list[_Profile]:
