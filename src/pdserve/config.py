@@ -20,11 +20,16 @@ from pdserve.errors import ConfigError
 if TYPE_CHECKING:
     from pathlib import Path
 
-Port = Annotated[int, msgspec.Meta(ge=0, le=65535)]
+MAX_PORT = 65535
+Port = Annotated[int, msgspec.Meta(ge=0, le=MAX_PORT)]
 Seconds = Annotated[float, msgspec.Meta(gt=0)]
 Count = Annotated[int, msgspec.Meta(ge=0, le=256)]
 ArgValue = str | int | float | bool | list[str | int | float] | dict[str, object]
 """A vLLM flag's value: true is the bare flag, false is its `--no-` form, a list is several words, a table is JSON."""
+
+
+_IS_URL = re.compile(r"[!-~]+")
+"""Printable ASCII without spaces: the address goes into request headers as it is."""
 
 
 class _Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -38,7 +43,10 @@ class GatewayConfig(_Section, frozen=True):
     port: Port = 8192
     admin_host: str = "127.0.0.1"
     admin_port: Port | None = None
-    """Default: the port after `port`. The admin listener answers who the engines are and what became of a request."""
+    """Default: the port after `port`, or any where there is none.
+
+    The admin listener answers who the engines are and what became of a request.
+    """
     max_body_bytes: Annotated[int, msgspec.Meta(ge=1)] = 64 * 1024 * 1024
 
 
@@ -50,8 +58,10 @@ class TimeoutsConfig(_Section, frozen=True):
     """From sending the P leg to P's whole answer."""
     first_byte: Seconds = 300.0
     """From sending the D leg to the first byte of D's answer."""
+    whole_answer: Seconds = 1800.0
+    """The same for an answer that is not streamed: vLLM sends nothing of it before its last token."""
     silence: Seconds = 120.0
-    """Between two pieces of D's answer."""
+    """Between two pieces of D's answer; also how long a client may leave its answer unread."""
     kv_lease: Seconds = 30.0
     """How long P keeps a handoff's blocks: vLLM's `kv_lease_duration`, 30 s unless the engines were started otherwise."""
     kv_lease_margin: Seconds = 5.0
@@ -103,7 +113,7 @@ class Config(_Section, frozen=True):
         """The admin listener's port, resolved; 0 lets the kernel choose."""
         if self.gateway.admin_port is not None:
             return self.gateway.admin_port
-        return self.gateway.port + 1 if self.gateway.port else 0
+        return self.gateway.port + 1 if 0 < self.gateway.port < MAX_PORT else 0
 
 
 def load_config(path: Path) -> Config:
@@ -154,13 +164,14 @@ def check_config(config: Config, *, source: str) -> None:
 def check_url(url: str, *, source: str) -> str:
     """Return an engine's URL without its trailing slash. Raises ConfigError unless it is scheme, host and port alone."""
     stripped = url.rstrip("/")
-    parts = urlsplit(stripped)
+    advice = f"{source}: {url!r} is not an engine's address; write it like http://10.0.0.7:8100"
     try:
-        port_is_valid = parts.port is None or parts.port > 0
-    except ValueError:
-        port_is_valid = False
-    if parts.scheme not in {"http", "https"} or not parts.hostname or not port_is_valid:
-        raise ConfigError(f"{source}: {url!r} is not an engine's address; write it like http://10.0.0.7:8100")
+        parts = urlsplit(stripped)
+        is_valid = parts.port is None or parts.port > 0
+    except ValueError as exc:
+        raise ConfigError(advice) from exc
+    if parts.scheme not in {"http", "https"} or not parts.hostname or not is_valid or not _IS_URL.fullmatch(stripped):
+        raise ConfigError(advice)
     if parts.path or parts.query or parts.fragment or parts.username:
         raise ConfigError(f"{source}: {url!r} has more than scheme, host and port; pdserve adds the paths itself")
     return stripped

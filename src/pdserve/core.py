@@ -29,6 +29,8 @@ class AloneReason(enum.StrEnum):
     PROMPT_ECHO = "prompt_echo"
     PROMPT_LOGPROBS = "prompt_logprobs"
     BEAM_SEARCH = "beam_search"
+    UNUSUAL_FIELDS = "unusual_fields"
+    """A limit or a flag is spelled so that only the engine can say what it means."""
     NO_PREFILL_ENGINE = "no_prefill_engine"
 
 
@@ -67,7 +69,9 @@ class EngineAddress:
     """Scheme, host and port, without a path and without a trailing slash."""
 
     def __str__(self) -> str:
-        return f"{self.role} engine {self.name} at {self.url}"
+        return (
+            f"{self.name} at {self.url}" if self.role is Role.BOTH else f"{self.role} engine {self.name} at {self.url}"
+        )
 
 
 @dataclass(frozen=True, slots=True)

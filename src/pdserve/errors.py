@@ -10,12 +10,12 @@
       RequestError                    has a status and a reason; becomes an OpenAI error body
         InvalidRequest 4xx            the client's fault
         NoEligibleEngine 503
+        ClientStalled                 the client stopped reading; it is hung up on
         EngineError                   an engine's fault, with its role and URL
           EngineUnreachable 502
           EngineTimeout 504
           EngineProtocolError 502
           EngineStatus                the engine's own status and body, handed on
-          HandoffFailed 502
 
 This module knows no wire format and no terminal: who shows an error decides how it looks.
 """
@@ -41,9 +41,7 @@ class Reason(enum.StrEnum):
     ENGINE_PROTOCOL = "engine_protocol"
     ENGINE_STATUS = "engine_status"
     ENGINE_BROKE_OFF = "engine_broke_off"
-    HANDOFF_INVALID = "handoff_invalid"
-    HANDOFF_STALE = "handoff_stale"
-    SHUTTING_DOWN = "shutting_down"
+    CLIENT_STALLED = "client_stalled"
     INTERNAL = "internal"
 
 
@@ -106,6 +104,14 @@ class NoEligibleEngine(RequestError):
         super().__init__(message, status=503, reason=reason)
 
 
+class ClientStalled(RequestError):
+    """The client has not read for so long that its request is given up."""
+
+    def __init__(self, timeout_s: float) -> None:
+        message = f"the client has not read for {timeout_s:g} s"
+        super().__init__(message, status=499, reason=Reason.CLIENT_STALLED)
+
+
 class EngineError(RequestError):
     """An engine failed; `engine` names it as `role url`."""
 
@@ -142,10 +148,3 @@ class EngineStatus(EngineError):
         super().__init__(f"answered {status}", engine=engine, status=status, reason=Reason.ENGINE_STATUS)
         self.content_type = content_type
         self.body = body
-
-
-class HandoffFailed(EngineError):
-    """P's handoff cannot be used: incomplete, malformed or too old."""
-
-    def __init__(self, message: str, *, engine: str, reason: Reason = Reason.HANDOFF_INVALID) -> None:
-        super().__init__(message, engine=engine, status=502, reason=reason)

@@ -272,13 +272,21 @@ async def test_a_d_that_gives_no_proof_serves_unproven() -> None:
 @pytest.mark.parametrize("stream", [False, True])
 async def test_where_p_fails_d_answers_alone(pair: Split, fault: Fault, says: str, stream: bool) -> None:  # noqa: FBT001
     """The right answer for the client, and never silent."""
-    pair.prefill.faults.inject(fault)
+    pair.prefill.faults.inject(fault, times=2 if isinstance(fault, BreakOffAfter) else 1)  # it is asked twice then
     response = await pair.client.post("/v1/completions", json=_body(stream=stream))
     text = _streamed_text(_events(response.text)) if stream else _text(response.json())
     assert text == _text(await _alone(pair, "/v1/completions"))
     assert response.headers["x-pdserve-prefill"] == "local"
     assert says in _record(pair, response).cause
     assert "kv_transfer_params" not in pair.decode.requests[-2].fields
+
+
+async def test_a_connection_that_p_closed_while_it_was_idle_is_replaced(pair: Split) -> None:
+    """An engine may close a kept connection just as it is used again; that is no failure of P."""
+    await pair.client.post("/v1/completions", json=_body())
+    pair.prefill.faults.inject(BreakOffAfter(0))
+    response = await pair.client.post("/v1/completions", json=_body())
+    assert response.headers["x-pdserve-prefill"] == "remote"
 
 
 async def test_a_silent_p_meets_its_deadline() -> None:
@@ -335,7 +343,7 @@ async def test_a_d_that_fails_before_its_first_byte_frees_p(pair: Split) -> None
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_silent_d_meets_its_deadline(stream: bool) -> None:  # noqa: FBT001
     """504 with a reason, no status before it, and nothing is held on P."""
-    async with split(timeouts=TIMEOUTS.__class__(first_byte=0.2)) as deployment:
+    async with split(timeouts=TIMEOUTS.__class__(first_byte=0.2, whole_answer=0.2)) as deployment:
         deployment.decode.faults.inject(NeverAnswer())
         response = await deployment.client.post("/v1/completions", json=_body(stream=stream))
         assert response.status_code == 504
@@ -344,6 +352,33 @@ async def test_a_silent_d_meets_its_deadline(stream: bool) -> None:  # noqa: FBT
         assert "decode engine decode-0" in error["message"]
         await deployment.settle()
         assert deployment.prefill.num_held_blocks == 0
+
+
+async def test_a_d_that_cannot_be_reached_is_replaced() -> None:
+    """Nothing has been sent yet, so another D takes the handoff; the dead one gets nothing more."""
+    async with split(num_decode=2) as deployment:
+        deployment.decodes[0].die()
+        responses = [await deployment.client.post("/v1/completions", json=_body()) for _ in range(4)]
+        assert [response.status_code for response in responses] == [200] * 4
+        assert {_record(deployment, response).decode for response in responses} == {"decode-1"}
+        assert {response.headers["x-pdserve-prefill"] for response in responses} == {"remote"}
+        assert deployment.prefill.num_held_blocks == 0
+
+
+async def test_a_client_that_reads_nothing_is_hung_up_on() -> None:
+    """D and P are free again once the client has left its answer unread for too long."""
+    settings = EngineSettings(model=MODEL, max_model_len=8192)
+    async with split(settings=settings, timeouts=TIMEOUTS.__class__(silence=0.3)) as deployment:
+        reader, writer = await asyncio.open_connection("127.0.0.1", int(deployment.gateway.client.url[-5:]), limit=1024)
+        body = json.dumps(_body(stream=True, max_tokens=8000, ignore_eos=True, logprobs=5)).encode()
+        writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(body) + body)
+        async with asyncio.timeout(20):
+            while deployment.gateway.journal.num_requests == 0:  # noqa: ASYNC110 - the journal gives no event
+                await asyncio.sleep(0.02)
+        assert _last(deployment).reason == "client_stalled"
+        await deployment.settle()
+        assert reader is not None
+        writer.close()
 
 
 async def test_a_stream_that_breaks_off_says_so_and_is_not_done(pair: Split) -> None:

@@ -222,6 +222,18 @@ async def test_a_trailer_is_not_a_header() -> None:
         assert (await client.until(b"? x")).startswith(b"HTTP/1.1 200 ")
 
 
+@pytest.mark.parametrize("body", [b"", b"hi"])
+async def test_an_upgrade_is_not_taken_up(body: bytes) -> None:
+    """Java's client asks for h2c with every first request; it is answered in HTTP/1.1, its body included."""
+    async with _connected(_App()) as (client, _):
+        for _ in range(2):
+            client.writer.write(
+                b"POST /a HTTP/1.1\r\nhost: x\r\nconnection: Upgrade, HTTP2-Settings\r\nupgrade: h2c\r\n"
+                b"http2-settings: AAMAAABkAAQAAP\r\ncontent-length: %d\r\n\r\n" % len(body) + body
+            )
+            assert (await client.until(b"POST /a? " + body)).startswith(b"HTTP/1.1 200 ")
+
+
 async def test_expect_continue_is_answered() -> None:
     """curl waits for it before it sends a long body."""
     async with _connected(_App()) as (client, _):

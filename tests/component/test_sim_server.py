@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
     from pdserve.sim.faults import Fault
 
-_SETTINGS = EngineSettings(model="tiny", max_model_len=256, num_blocks=64, handshake_timeout_s=0.05)
+_SETTINGS = EngineSettings(model="tiny", max_model_len=256, num_blocks=64, handshake_timeout_s=1.0)
 _PROMPT = "the quick brown fox jumps over the lazy dog and then once more over the same dog"
 _KEEP = {"do_remote_decode": True, "do_remote_prefill": False}
 _BODY = {"model": "tiny", "prompt": _PROMPT, "max_tokens": 4, "temperature": 0}

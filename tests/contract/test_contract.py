@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 import uuid
 from typing import TYPE_CHECKING, Any
 
@@ -161,12 +162,20 @@ async def test_p_answers_with_a_handoff(prefill: _Engine, decode: _Engine, path:
 
 async def test_p_keeps_the_blocks_until_they_are_released(prefill: _Engine, decode: _Engine) -> None:
     """After a P leg the blocks are in use; a refused D leg frees them, long before the lease would."""
-    num_expired = await prefill.metric("nixl_num_kv_expired_reqs_total")
-    handoff = await _hand_off(prefill, _COMPLETIONS, _body(_COMPLETIONS, prefill.model))
-    assert await prefill.metric("kv_cache_usage_perc") > 0
-    assert (await _release(decode, handoff)).status_code == 404
-    await prefill.until_metric("kv_cache_usage_perc", 0)
-    assert await prefill.metric("nixl_num_kv_expired_reqs_total") == num_expired
+    for _ in range(3):
+        started_s = time.monotonic()
+        num_expired = await prefill.metric("nixl_num_kv_expired_reqs_total")
+        handoff = await _hand_off(prefill, _COMPLETIONS, _body(_COMPLETIONS, prefill.model))
+        usage = await prefill.metric("kv_cache_usage_perc")
+        status = (await _release(decode, handoff)).status_code
+        await prefill.until_metric("kv_cache_usage_perc", 0)
+        if time.monotonic() - started_s > _SOON_S:
+            continue  # Two engines on two cores can stand still for a whole lease; that attempt tells nothing.
+        assert usage > 0
+        assert status == 404
+        assert await prefill.metric("nixl_num_kv_expired_reqs_total") == num_expired
+        return
+    pytest.fail("three times the engines took longer than half a lease")
 
 
 @_BOTH
@@ -302,13 +311,13 @@ async def test_a_transfer_that_fails_is_an_error(prefill: _Engine, decode: _Engi
     """P's side channel does not answer: 500 for a whole answer, an event in a stream whose 200 is out; D lives on."""
     body = _body(_COMPLETIONS, decode.model)
     handoff = await _hand_off(prefill, _COMPLETIONS, body)
+    await _release(decode, handoff)
     nobody = {**handoff, "remote_engine_id": str(uuid.uuid4()), "remote_port": 9}
     whole = await decode.post(_COMPLETIONS, {**body, "kv_transfer_params": nobody})
     assert (whole.status_code, whole.json()["error"]["type"]) == (500, "InternalServerError")
     (event,) = await decode.events(_COMPLETIONS, {**body, "kv_transfer_params": nobody})
     assert event["error"]["code"] == 500
     assert (await decode.client.get("/health")).status_code == 200
-    await _release(decode, handoff)
     await prefill.until_metric("kv_cache_usage_perc", 0)
 
 

@@ -75,6 +75,16 @@ def _facts(api: Api = Api.COMPLETIONS, **fields: Any) -> RequestFacts:
         ({"prompt": "p", "prompt_logprobs": 0}, AloneReason.PROMPT_LOGPROBS),
         ({"prompt": "p", "use_beam_search": True}, AloneReason.BEAM_SEARCH),
         ({"prompt_embeds": "AAAA"}, AloneReason.MANY_PROMPTS),
+        ({"prompt": "p", "n": "2"}, AloneReason.MANY_CHOICES),
+        ({"prompt": "p", "n": 1.0}, AloneReason.MANY_CHOICES),
+        ({"prompt": "p", "echo": 1}, AloneReason.PROMPT_ECHO),
+        ({"prompt": "p", "use_beam_search": "yes"}, AloneReason.BEAM_SEARCH),
+        ({"prompt": "p", "max_tokens": "5"}, AloneReason.UNUSUAL_FIELDS),
+        ({"prompt": "p", "min_tokens": -1}, AloneReason.UNUSUAL_FIELDS),
+        ({"prompt": "p", "stream": 1}, AloneReason.UNUSUAL_FIELDS),
+        ({"prompt": "p", "stream_options": {"include_usage": True}}, AloneReason.UNUSUAL_FIELDS),
+        ({"prompt": "p", "stream": True, "stream_options": {"include_usage": 1}}, AloneReason.UNUSUAL_FIELDS),
+        ({"prompt": "p", "stream": True, "stream_options": "x"}, AloneReason.UNUSUAL_FIELDS),
     ],
 )
 def test_what_one_handoff_cannot_stand_for_goes_to_d_alone(fields: dict[str, Any], reason: AloneReason) -> None:
@@ -90,12 +100,30 @@ def test_what_one_handoff_cannot_stand_for_goes_to_d_alone(fields: dict[str, Any
         {"prompt": [1, 2, 3]},
         {"prompt": [[1, 2, 3]]},
         {"prompt": "p", "n": 1, "best_of": 1, "echo": False, "prompt_logprobs": None, "use_beam_search": False},
-        {"prompt": "p", "n": None},
+        {"prompt": "p", "n": None, "prompt_embeds": None, "max_tokens": None, "stream_options": None},
+        {"prompt": "p", "stream": True, "stream_options": {"include_usage": True, "continuous_usage_stats": None}},
     ],
 )
 def test_one_prompt_and_one_choice_can_be_split(fields: dict[str, Any]) -> None:
     """A list that holds one prompt is one prompt."""
     assert _facts(**fields).alone_reason is None
+
+
+@pytest.mark.parametrize("prompt", [b'[%b"a", "b"]' % (b" " * 500), b'[\n\t"a","b"]', b"[ [1], [2] ]"])
+def test_blanks_hide_no_second_prompt(prompt: bytes) -> None:
+    """A second prompt would be given the first one's KV."""
+    fields = openai.split_request(b'{"prompt": %b}' % prompt)
+    assert openai.facts_of(Api.COMPLETIONS, fields).alone_reason is AloneReason.MANY_PROMPTS
+
+
+@pytest.mark.parametrize("body", [b'{"prompt":"p","a":' + b"[" * 100_000, b'{"prompt":"p","n":1e999}', b'{"a":"\xff"}'])
+def test_what_breaks_a_decoder_is_no_fault_of_ours(body: bytes) -> None:
+    """Depth, size and bad UTF-8 end in a 400 or in a request for D alone, never in an exception of another kind."""
+    try:
+        facts = openai.facts_of(Api.COMPLETIONS, openai.split_request(body))
+    except InvalidRequest:
+        return
+    assert facts.alone_reason is AloneReason.MANY_CHOICES
 
 
 def test_a_request_without_a_prompt_is_refused() -> None:

@@ -1,7 +1,8 @@
 """The engines behind a gateway: which are up, which pairs are proven, and what a policy gets to see of them.
 
-An engine takes traffic once it answers /health and every pair that it forms with an engine of the other role has been tried.
-A pair that cannot be proven still serves: the engines' flags or version may give no proof. Knows no client requests.
+An engine takes traffic once it answers /health and one of its pairs has been tried, or there is nobody to make a pair with.
+A pair that cannot be proven still serves: the engines' flags or version may give no proof. Health and proofs are watched apart,
+so that an engine that hangs in a proof keeps nobody from being seen to live or die. Knows no client requests.
 """
 
 from __future__ import annotations
@@ -27,6 +28,11 @@ _STARTING_INTERVAL_S = 0.5
 _STEADY_INTERVAL_S = 5.0
 _HEALTH_TIMEOUT_S = 10.0
 """A CPU engine in the middle of a long prefill was seen to take seconds to answer /health."""
+_PROOF_TIMEOUT_S = 120.0
+"""For each leg. A cold CPU engine's first prefill took 21 s, and a GPU engine may still compile in it."""
+_RETRY_S = 5.0
+_MAX_RETRY_S = 60.0
+"""A pair that is not proven is tried again, less and less often: each try costs both engines a request."""
 _FAILURES_UNTIL_DOWN = 2
 """An engine that refuses the connection is down at once; one that is only slow gets a second chance."""
 
@@ -71,14 +77,20 @@ class Pair:
         self.state = PairState.UNTRIED
         self.cause = ""
         self.first_handoff_s: float | None = None
+        self.moved = asyncio.Event()
+        """One of its engines came up or went down."""
 
 
 class _Member:
     def __init__(self, client: EngineClient) -> None:
         self.client = client
-        self.state = EngineState.STARTING
+        self.is_up = False
+        self.generation = 0
+        """Counts its lives: what was proven of an earlier one says nothing of this one."""
         self.cause = "has not answered yet"
         self.num_failures = 0
+        self.is_suspect = False
+        """A leg could not reach it since it was last seen well."""
         self.poked = asyncio.Event()
 
 
@@ -90,7 +102,6 @@ class EnginePool:
         self._members = {
             address.name: _Member(EngineClient(address, connect_timeout_s=timeouts.connect)) for address in addresses
         }
-        self._proving = asyncio.Lock()
         self.pairs = [
             Pair(prefill.client.address, decode.client.address)
             for prefill in self._of(Role.PREFILL)
@@ -105,6 +116,8 @@ class EnginePool:
             async with asyncio.TaskGroup() as tasks:
                 for member in self._members.values():
                     tasks.create_task(self._watch(member))
+                for pair in self.pairs:
+                    tasks.create_task(self._watch_pair(pair))
         finally:
             for member in self._members.values():
                 member.client.close()
@@ -115,7 +128,7 @@ class EnginePool:
             EngineSnapshot(
                 member.client.address,
                 num_in_flight=member.client.num_in_flight,
-                is_healthy=member.state is EngineState.READY,
+                is_healthy=not member.is_suspect and self._state(member) is EngineState.READY,
             )
             for member in self._members.values()
         ]
@@ -127,35 +140,34 @@ class EnginePool:
     def state_of(self, name: EngineName) -> tuple[EngineState, str]:
         """An engine's state and, where it is not ready, why."""
         member = self._members[name]
-        return member.state, member.cause
+        return self._state(member), "" if member.is_up else member.cause
 
     def names(self) -> list[EngineName]:
         """Every engine, prefill first as configured."""
         return list(self._members)
 
     def report_unreachable(self, name: EngineName) -> None:
-        """A leg could not reach the engine: look at it now rather than at the next round."""
+        """A leg could not reach the engine: send nothing more there until it has been looked at, which is now."""
+        self._members[name].is_suspect = True
         self._members[name].poked.set()
 
     async def _watch(self, member: _Member) -> None:
         while True:
             await self._look_at(member)
-            is_steady = member.state is EngineState.READY
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(_STEADY_INTERVAL_S if is_steady else _STARTING_INTERVAL_S):
-                    await member.poked.wait()
-            member.poked.clear()
+            is_steady = member.is_up and member.num_failures == 0
+            await _wait(member.poked, _STEADY_INTERVAL_S if is_steady else _STARTING_INTERVAL_S)
 
     async def _look_at(self, member: _Member) -> None:
         cause = await self._ask_health(member)
-        if cause:
-            self._mark_down(member, cause)
-        elif member.state is not EngineState.READY:
-            self._set_state(member, EngineState.PROVING, "")
-            await self._try_pairs(member)
-            self._set_state(member, EngineState.READY, "")
-        else:
-            await self._try_pairs(member)
+        if not cause:
+            member.is_suspect = False
+            if not member.is_up:
+                self._move(member, is_up=True)
+        elif member.num_failures >= _FAILURES_UNTIL_DOWN:
+            member.cause = cause
+            if member.is_up:
+                _logger.warning("%s is down: %s", member.client.address, cause)
+                self._move(member, is_up=False)
 
     async def _ask_health(self, member: _Member) -> str:
         """Why the engine is not healthy; empty when it is."""
@@ -168,54 +180,69 @@ class EnginePool:
         member.num_failures = 0 if answer.status == 200 else _FAILURES_UNTIL_DOWN  # noqa: PLR2004
         return "" if member.num_failures == 0 else f"/health answered {answer.status}"
 
-    def _mark_down(self, member: _Member, cause: str) -> None:
-        if member.state is EngineState.STARTING or member.num_failures < _FAILURES_UNTIL_DOWN:
-            member.cause = cause if member.state is not EngineState.READY else ""
-            return
-        if member.state is not EngineState.DOWN:
-            _logger.warning("%s is down: %s", member.client.address, cause)
-        for pair in self._pairs_of(member):
-            # It may come back as another process, with another engine id and other flags.
-            pair.state, pair.cause = PairState.UNTRIED, ""
-        self._set_state(member, EngineState.DOWN, cause)
-
-    async def _try_pairs(self, member: _Member) -> None:
-        """Prove the member's pairs that are not settled yet; one at a time, since both sides' watchers come here."""
-        async with self._proving:
-            for pair in self._pairs_of(member):
-                is_open = pair.state in {PairState.UNTRIED, PairState.FAILING}
-                if is_open and self._is_up(self._counterpart(pair, member)):
-                    await self._prove(pair)
-
-    async def _prove(self, pair: Pair) -> None:
-        prefill, decode = self.client(pair.prefill.name), self.client(pair.decode.name)
-        try:
-            model = await pairs.served_model(decode)
-            proof = await pairs.prove_pair(prefill, decode, model=model, timeout_s=self._timeouts.prefill)
-        except EngineError as exc:
-            pair.state, pair.cause = PairState.FAILING, str(exc)
-        else:
-            pair.state = _STATE_OF_PLACE[proof.evidence.place]
-            pair.cause = proof.evidence.cause
-            pair.first_handoff_s = proof.total_s
-        if pair.state is not PairState.PROVEN:
-            _logger.warning("%s -> %s is %s: %s", pair.prefill.name, pair.decode.name, pair.state, pair.cause)
+    def _move(self, member: _Member, *, is_up: bool) -> None:
+        """It came up or went down. It may come back as another process, with another engine id and other flags."""
+        member.is_up = is_up
+        member.generation += 1
+        for pair in self.pairs:
+            if member.client.address in {pair.prefill, pair.decode}:
+                pair.state, pair.cause = PairState.UNTRIED, ""
+                pair.moved.set()
         self.changed.set()
 
-    def _pairs_of(self, member: _Member) -> list[Pair]:
-        return [pair for pair in self.pairs if member.client.address in {pair.prefill, pair.decode}]
+    async def _watch_pair(self, pair: Pair) -> None:
+        """Prove it whenever both engines are up and it is not proven."""
+        sides = [self._members[pair.prefill.name], self._members[pair.decode.name]]
+        retry_s = _RETRY_S
+        while True:
+            pair.moved.clear()
+            if all(side.is_up for side in sides) and pair.state is not PairState.PROVEN:
+                await self._prove(pair, sides)
+            is_final = pair.state in {PairState.UNTRIED, PairState.PROVEN}
+            has_moved = await _wait(pair.moved, None if is_final else retry_s)
+            retry_s = _RETRY_S if has_moved else min(retry_s * 2, _MAX_RETRY_S)
 
-    def _counterpart(self, pair: Pair, member: _Member) -> _Member:
-        other = pair.decode if member.client.address == pair.prefill else pair.prefill
-        return self._members[other.name]
+    async def _prove(self, pair: Pair, sides: list[_Member]) -> None:
+        generations = [side.generation for side in sides]
+        prefill, decode = (side.client for side in sides)
+        first_handoff_s = pair.first_handoff_s
+        try:
+            model = await pairs.served_model(decode)
+            timeout_s = min(self._timeouts.prefill, _PROOF_TIMEOUT_S)
+            proof = await pairs.prove_pair(prefill, decode, model=model, timeout_s=timeout_s)
+        except EngineError as exc:
+            state, cause = PairState.FAILING, str(exc)
+        else:
+            state, cause = _STATE_OF_PLACE[proof.evidence.place], proof.evidence.cause
+            first_handoff_s = proof.total_s
+        if [side.generation for side in sides] != generations:
+            return  # One of them is another process by now.
+        if state is not PairState.PROVEN and (state, cause) != (pair.state, pair.cause):
+            _logger.warning("%s -> %s is %s: %s", pair.prefill.name, pair.decode.name, state, cause)
+        pair.state, pair.cause, pair.first_handoff_s = state, cause, first_handoff_s
+        self.changed.set()
 
-    def _is_up(self, member: _Member) -> bool:
-        return member.state in {EngineState.PROVING, EngineState.READY}
+    def _state(self, member: _Member) -> EngineState:
+        if not member.is_up:
+            return EngineState.STARTING if member.generation == 0 else EngineState.DOWN
+        partners = [
+            pair
+            for pair in self.pairs
+            if (member.client.address == pair.prefill and self._members[pair.decode.name].is_up)
+            or (member.client.address == pair.decode and self._members[pair.prefill.name].is_up)
+        ]
+        is_tried = not partners or any(pair.state is not PairState.UNTRIED for pair in partners)
+        return EngineState.READY if is_tried else EngineState.PROVING
 
     def _of(self, role: Role) -> list[_Member]:
         return [member for member in self._members.values() if member.client.address.role == role]
 
-    def _set_state(self, member: _Member, state: EngineState, cause: str) -> None:
-        member.state = state
-        member.cause = cause
-        self.changed.set()
+
+async def _wait(event: asyncio.Event, timeout_s: float | None) -> bool:
+    """Whether the event came in time; it is cleared."""
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(timeout_s):
+            await event.wait()
+    is_set = event.is_set()
+    event.clear()
+    return is_set

@@ -16,9 +16,10 @@ import msgspec
 
 from pdserve.errors import EngineError, EngineProtocolError, EngineTimeout, EngineUnreachable, Reason
 from pdserve.http.client import ClientConnection, ConnectionFailed, ConnectionPool, ProtocolViolated
+from pdserve.protocol.openai import NOT_JSON
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from pdserve.core import EngineAddress
     from pdserve.http.client import Sink
@@ -73,24 +74,38 @@ class EngineClient:
         return await self._whole(head, timeout_s=timeout_s)
 
     async def post(
-        self, path: str, body: bytes, *, request_id: bytes, timeout_s: float, headers: HeaderSequence = ()
-    ) -> Answer:
-        """POST a JSON body and take the whole answer, whatever its status. Raises EngineError."""
-        return await self._whole(self._post_bytes(path, body, request_id, headers), timeout_s=timeout_s)
-
-    async def open(
         self,
+        path: str,
+        body: bytes,
+        *,
+        request_id: bytes,
+        timeout_s: float,
+        headers: HeaderSequence = (),
+        on_late: Callable[[Answer], None] | None = None,
+    ) -> Answer:
+        """POST a JSON body and take the whole answer, whatever its status. Raises EngineError.
+
+        `on_late` gets an answer that was there already when the caller was cancelled.
+        """
+        request = self._post_bytes(path, body, request_id, headers)
+        return await self._whole(request, timeout_s=timeout_s, on_late=on_late)
+
+    async def connect(self) -> ClientConnection:
+        """A connection for `send`; the caller aborts it unless it is sent on. Raises EngineError."""
+        return self._pool.try_acquire() or await self._connect()
+
+    def send(
+        self,
+        connection: ClientConnection,
         path: str,
         body: bytes,
         sink: Sink,
         *,
         request_id: bytes,
         headers: HeaderSequence = (),
-    ) -> ClientConnection:
-        """POST a JSON body, its answer going to the sink. The caller aborts the connection. Raises EngineUnreachable."""
-        connection = self._pool.try_acquire() or await self._connect()
+    ) -> None:
+        """POST a JSON body, its answer going to the sink."""
         connection.send(self._post_bytes(path, body, request_id, headers), sink)
-        return connection
 
     @contextlib.contextmanager
     def in_flight(self) -> Iterator[None]:
@@ -112,7 +127,7 @@ class EngineClient:
         """An answer's JSON as a value. Raises EngineProtocolError when it is something else."""
         try:
             return msgspec.json.decode(answer.body, type=kind)
-        except (msgspec.DecodeError, UnicodeDecodeError) as exc:
+        except NOT_JSON as exc:
             shown = answer.body[:200].decode(errors="replace")
             message = f"answered {answer.status} with something else than expected: {exc}: {shown!r}"
             raise EngineProtocolError(message, engine=str(self.address)) from exc
@@ -125,9 +140,31 @@ class EngineClient:
         """Close the idle connections."""
         self._pool.close()
 
-    async def _whole(self, request: bytes, *, timeout_s: float) -> Answer:
+    async def _whole(
+        self, request: bytes, *, timeout_s: float, on_late: Callable[[Answer], None] | None = None
+    ) -> Answer:
+        """An answer; a connection that the engine closed just as it was used again is replaced, once."""
+        connection = await self.connect()
+        try:
+            return await self._exchange(connection, request, timeout_s, on_late)
+        except ConnectionFailed as exc:
+            if not (exc.is_unanswered and connection.was_used):
+                raise self.error_of(exc) from exc
+        except ProtocolViolated as exc:
+            raise self.error_of(exc) from exc
+        try:
+            return await self._exchange(await self._connect(), request, timeout_s, on_late)
+        except (ConnectionFailed, ProtocolViolated) as exc:
+            raise self.error_of(exc) from exc
+
+    async def _exchange(
+        self,
+        connection: ClientConnection,
+        request: bytes,
+        timeout_s: float,
+        on_late: Callable[[Answer], None] | None,
+    ) -> Answer:
         sink = _WholeAnswer(self._loop.create_future())
-        connection = self._pool.try_acquire() or await self._connect()
         # A timer of our own: asyncio.timeout asks for the running loop and task at every turn, which are system calls.
         timer = self._loop.call_later(timeout_s, sink.expire)
         try:
@@ -135,8 +172,10 @@ class EngineClient:
             return await sink.answer
         except TimeoutError as exc:
             raise self.timeout_of("the answer", timeout_s) from exc
-        except (ConnectionFailed, ProtocolViolated) as exc:
-            raise self.error_of(exc) from exc
+        except asyncio.CancelledError:
+            if on_late is not None and sink.is_whole:
+                on_late(sink.whole())
+            raise
         finally:
             timer.cancel()
             if not sink.is_whole:
@@ -187,7 +226,10 @@ class _WholeAnswer:
     def on_end(self) -> None:
         self.is_whole = True
         if not self.answer.done():
-            self.answer.set_result(Answer(self._status, self._headers, b"".join(self._pieces)))
+            self.answer.set_result(self.whole())
+
+    def whole(self) -> Answer:
+        return Answer(self._status, self._headers, b"".join(self._pieces))
 
     def on_failure(self, error: ConnectionFailed | ProtocolViolated | TimeoutError) -> None:
         if not self.answer.done():

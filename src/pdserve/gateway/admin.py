@@ -20,6 +20,9 @@ if TYPE_CHECKING:
     from pdserve.http.server import Request, Response
 
 
+_MAX_DIGITS = 6
+
+
 class AdminApp:
     """What the operator reaches."""
 
@@ -58,8 +61,8 @@ class AdminApp:
     async def requests(self, request: Request, response: Response) -> None:
         """The newest requests first; `?last=N`, 20 by default."""
         wanted = parse_qs(request.query.decode("latin-1")).get("last", ["20"])[-1]
-        if not wanted.isdecimal():
-            raise InvalidRequest(f"last={wanted!r}: give a number of requests")
+        if not wanted.isdecimal() or len(wanted) > _MAX_DIGITS:
+            raise InvalidRequest(f"last={wanted[:20]!r}: give a number of requests")
         send_json(response, self._journal.last(int(wanted)))
 
     async def request(self, request: Request, response: Response) -> None:

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from pdserve.protocol.admin import RequestRecord
 
 MAX_RECORDS = 1024
+_ANSWERED = 200
 
 
 class Journal:
@@ -26,7 +27,8 @@ class Journal:
     def add(self, record: RequestRecord) -> None:
         """Keep a record; the oldest makes room."""
         self.num_requests += 1
-        self.num_by_place[record.place] += 1
+        if record.status == _ANSWERED:
+            self.num_by_place[record.place] += 1
         self._records[record.request_id] = record
         if len(self._records) > MAX_RECORDS:
             self._records.popitem(last=False)

@@ -7,6 +7,8 @@ The eight steps of docs/structure.md stand here in order. What may follow what i
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import dataclasses
 import itertools
 import logging
 import secrets
@@ -14,9 +16,12 @@ from typing import TYPE_CHECKING
 
 from pdserve.core import Evidence, PrefillPlace, RemotePrefill
 from pdserve.errors import (
+    ClientStalled,
     EngineError,
     EngineStatus,
+    EngineTimeout,
     EngineUnreachable,
+    NoEligibleEngine,
     Reason,
     RequestError,
 )
@@ -30,11 +35,12 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from pdserve.config import TimeoutsConfig
-    from pdserve.core import Decision, EngineAddress
+    from pdserve.core import Decision, EngineAddress, EngineName, RequestFacts
     from pdserve.engine.pool import EnginePool
     from pdserve.engine.transport import Answer, EngineClient
     from pdserve.gateway.journal import Journal
     from pdserve.gateway.release import Releaser
+    from pdserve.http.client import ClientConnection
     from pdserve.http.server import Headers, Request, Response
     from pdserve.policy.round_robin import Policy
     from pdserve.protocol.nixl import Handoff
@@ -90,7 +96,7 @@ class Proxy:
                 raise
             exchange.tell_in_stream(exc)
         finally:
-            exchange.end(Event.FAILED)
+            exchange.end(Event.FAILED)  # Without effect unless a fault of ours came up here.
             self.journal.add(exchange.record())
 
 
@@ -110,6 +116,7 @@ class _Exchange:
         self._is_stream = False
         self._evidence = _NOTHING_KNOWN
         self._watch: UsageWatch | None = None
+        self._relay: Relay | None = None
         self._phases = Phases()
         self._mark_s = request.received_at_s
         self._status: int | None = None
@@ -122,21 +129,21 @@ class _Exchange:
         self._is_stream = facts.is_stream
         decision = self._decision = self._proxy.policy.decide(facts, self._proxy.pool.snapshots())
         if isinstance(decision, RemotePrefill):
-            self._handoff = await self._prefill(decision, fields)
+            self._handoff = await self._prefill(decision.prefill, fields)
         else:
             self._life.apply(Event.ALONE_CHOSEN)
             self._evidence = Evidence(PrefillPlace.ALONE, cause=f"decided: {decision.reason}")
-        await self._decode(decision.decode, fields)
+        await self._decode(*await self._reach_decode(decision, facts), fields)
 
-    # Steps 4 and 5
+    # Step 4
 
-    async def _prefill(self, decision: RemotePrefill, fields: Fields) -> Handoff | None:
+    async def _prefill(self, prefill: EngineAddress, fields: Fields) -> Handoff | None:
         """P's handoff, or None when D shall do it all; the evidence then says why."""
         leg = openai.join(nixl.prefill_fields(fields))
         self._phases.queue_s = self._lap()
         self._life.apply(Event.PREFILL_SENT)
         try:
-            answer = await self._ask_prefill(decision.prefill, leg)
+            answer = await self._ask_prefill(prefill, leg)
             self._phases.prefill_s = self._lap()
             handoff = nixl.parse_handoff(answer.body, now_s=self._mark_s)
         except EngineStatus as exc:
@@ -149,8 +156,7 @@ class _Exchange:
             self._go_unsplit(Event.PREFILL_FAILED, str(exc))
             return None
         self._life.apply(Event.HANDOFF_TAKEN)
-        self._handoff = handoff
-        return self._checked(handoff, decision.decode)
+        return handoff
 
     async def _ask_prefill(self, prefill: EngineAddress, leg: bytes) -> Answer:
         client = self._proxy.pool.client(prefill.name)
@@ -162,23 +168,54 @@ class _Exchange:
                     request_id=self._request_id.encode(),
                     timeout_s=self._proxy.timeouts.prefill,
                     headers=self._engine_headers,
+                    on_late=self._take_late_handoff,
                 )
-        except EngineUnreachable:
+        except (EngineUnreachable, EngineTimeout):
             self._proxy.pool.report_unreachable(prefill.name)
             raise
         if answer.status != _OK:
             raise _engine_status(client, answer)
         return answer
 
-    def _checked(self, handoff: Handoff, decode: EngineAddress) -> Handoff | None:
+    def _take_late_handoff(self, answer: Answer) -> None:
+        """P's answer came in the same turn as the client left: P holds blocks by now, and they must be released."""
+        with contextlib.suppress(nixl.UnusableHandoff):
+            self._handoff = nixl.parse_handoff(answer.body, now_s=self._proxy.clock())
+            self._life.apply(Event.HANDOFF_TAKEN)
+
+    # Step 5
+
+    async def _reach_decode(self, decision: Decision, facts: RequestFacts) -> tuple[EngineClient, ClientConnection]:
+        """A connection to D, or to another D where that one cannot be reached: nothing has been sent yet."""
+        pool = self._proxy.pool
+        unreachable: set[EngineName] = set()
+        while True:
+            client = pool.client(decision.decode.name)
+            try:
+                return client, await client.connect()
+            except EngineError:
+                pool.report_unreachable(decision.decode.name)
+                unreachable.add(decision.decode.name)
+                others = [engine for engine in pool.snapshots() if engine.address.name not in unreachable]
+                try:
+                    decode = self._proxy.policy.decide(facts, others).decode
+                except NoEligibleEngine:
+                    decode = None
+                if decode is None:
+                    raise
+                decision = self._decision = dataclasses.replace(decision, decode=decode)
+
+    def _check_handoff(self, decode: EngineAddress) -> None:
+        """Called with the connection to D in hand: from here to the sending nothing is waited for."""
+        if self._handoff is None:
+            return
         timeouts = self._proxy.timeouts
+        max_age_s = timeouts.kv_lease - timeouts.kv_lease_margin
         try:
-            nixl.check_reachable(handoff, decode_url=decode.url)
-            nixl.check_age(handoff, now_s=self._proxy.clock(), max_age_s=timeouts.kv_lease - timeouts.kv_lease_margin)
+            nixl.check_reachable(self._handoff, decode_url=decode.url)
+            nixl.check_age(self._handoff, now_s=self._proxy.clock(), max_age_s=max_age_s)
         except nixl.UnusableHandoff as exc:
             self._go_unsplit(Event.HANDOFF_REFUSED, str(exc))
-            return None
-        return handoff
 
     def _go_unsplit(self, event: Event, cause: str) -> None:
         """D computes the prompt too: right for the client, and never silent."""
@@ -189,53 +226,46 @@ class _Exchange:
 
     # Steps 6 and 7
 
-    async def _decode(self, decode: EngineAddress, fields: Fields) -> None:
-        client = self._proxy.pool.client(decode.name)
+    async def _decode(self, client: EngineClient, connection: ClientConnection, fields: Fields) -> None:
+        self._check_handoff(client.address)
+        handoff, timeouts = self._handoff, self._proxy.timeouts
+        # Without a handoff there is nothing to prove: D's usage is the client's, if it asked for any.
         watch = self._watch = UsageWatch(
-            prefill_details=self._handoff.prompt_details if self._handoff is not None else None,
-            client_wants_usage=openai.wants_stream_usage(fields),
+            prefill_details=handoff.prompt_details if handoff is not None else None,
+            client_wants_usage=handoff is None or openai.wants_stream_usage(fields),
         )
-        relay = Relay(
+        relay = self._relay = Relay(
             self._response,
             client,
             watch,
+            connection,
             loop=self._proxy.loop,
             client_headers=self._stream_starts,
-            first_byte_timeout_s=self._proxy.timeouts.first_byte,
-            silence_timeout_s=self._proxy.timeouts.silence,
+            first_byte_timeout_s=timeouts.first_byte if self._is_stream else timeouts.whole_answer,
+            silence_timeout_s=timeouts.silence,
         )
         try:
             with client.in_flight():
-                await self._send_decode(client, relay, fields)
+                self._send_decode(client, connection, relay, fields)
                 answer = await self._outcome(client, relay)
         finally:
             relay.close()
         self._finish(watch, answer)
 
-    async def _send_decode(self, client: EngineClient, relay: Relay, fields: Fields) -> None:
+    def _send_decode(self, client: EngineClient, connection: ClientConnection, relay: Relay, fields: Fields) -> None:
         if self._handoff is not None:
             fields = nixl.decode_fields(fields, self._handoff)
-        if self._is_stream:
-            fields = openai.with_stream_usage(fields)
-        try:
-            connection = await client.open(
-                self._api,
-                openai.join(fields),
-                relay,
-                request_id=self._request_id.encode(),
-                headers=self._engine_headers,
-            )
-        except EngineUnreachable:
-            self._proxy.pool.report_unreachable(client.address.name)
-            raise
-        relay.attach(connection)
+            if self._is_stream:
+                fields = openai.with_stream_usage(fields)
+        body, request_id = openai.join(fields), self._request_id.encode()
+        client.send(connection, self._api, body, relay, request_id=request_id, headers=self._engine_headers)
         self._phases.handoff_s = self._lap()
         self._life.apply(Event.DECODE_SENT)
 
     async def _outcome(self, client: EngineClient, relay: Relay) -> Answer | None:
         try:
             answer = await relay.outcome
-        except EngineError as exc:
+        except (EngineError, ClientStalled) as exc:
             self._apply(self._failure_event(exc))
             if isinstance(exc, EngineUnreachable):
                 self._proxy.pool.report_unreachable(client.address.name)
@@ -246,7 +276,7 @@ class _Exchange:
             raise error
         return answer
 
-    def _failure_event(self, error: EngineError) -> Event:
+    def _failure_event(self, error: EngineError | ClientStalled) -> Event:
         if self._life.state is State.DECODING:
             return Event.BROKE_OFF
         is_refusal = isinstance(error, EngineStatus) and _is_clients_fault(error.status)
@@ -293,11 +323,21 @@ class _Exchange:
             self._reason = error.reason
             if not self._response.is_started:
                 self._status = error.status
-        if self._life.state is not State.CLOSED:
-            self._apply(event)
+        if self._life.state is State.CLOSED:
+            return
+        if error is None and event is Event.FAILED:
+            self._reason = Reason.INTERNAL
+        if self._life.state is State.DECODING and self._watch is not None and self._watch.usage is not None:
+            self._book(self._watch)
+        if self._life.state is State.HANDED and self._relay is not None and self._relay.was_unsent:
+            event = Event.DECODE_LOST
+        self._apply(event)
 
     def tell_in_stream(self, error: RequestError) -> None:
-        """The status is out: say it as an event, and leave `[DONE]` out."""
+        """The status is out: say it as an event, and leave `[DONE]` out. A client that reads nothing is hung up on."""
+        if isinstance(error, ClientStalled):
+            self._response.abort()
+            return
         self._response.write(b"data: " + openai.error_body(error) + b"\n\n")
         self._response.end()
 
@@ -325,7 +365,7 @@ class _Exchange:
     def _apply(self, event: Event) -> None:
         if self._life.apply(event):
             assert self._handoff is not None
-            avoid = self._decision.decode if self._decision is not None and event is Event.DECODE_LOST else None
+            avoid = self._decision.decode if self._decision is not None else None
             self._proxy.releaser.release(self._handoff, headers=self._engine_headers, avoid=avoid)
 
     def _headers(self) -> Headers:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from pdserve.engine.transport import MAX_WHOLE_ANSWER_BYTES, Answer, content_type_of
-from pdserve.errors import EngineError, EngineProtocolError
+from pdserve.errors import ClientStalled, EngineError, EngineProtocolError
 from pdserve.protocol.sse import EventRelay, event_data, split_events
 
 if TYPE_CHECKING:
@@ -28,13 +28,17 @@ _ERROR_EVENT = b'data: {"error"'
 
 
 class Relay:
-    """A sink for the D leg. `outcome` is a whole Answer, or None when it was streamed to its end; or it raises EngineError."""
+    """A sink for the D leg.
+
+    `outcome` is a whole Answer, or None when it was streamed to its end; or it raises EngineError or ClientStalled.
+    """
 
     def __init__(
         self,
         response: Response,
         engine: EngineClient,
         watch: UsageWatch,
+        connection: ClientConnection,
         *,
         loop: asyncio.AbstractEventLoop,
         client_headers: Callable[[], Headers],
@@ -51,17 +55,16 @@ class Relay:
         self._headers: Headers = []
         self._whole: list[bytes] | None = None
         self._whole_bytes = 0
-        self._connection: ClientConnection | None = None
+        self._connection: ClientConnection | None = connection
+        """What feeds this sink, to be paused while the client reads too slowly; None once the answer is whole."""
         self._is_paused = False
         self._last_piece_s = self._loop.time()
         self._timeout_s = first_byte_timeout_s
         self._timer = self._loop.call_later(first_byte_timeout_s, self._check_silence)
         self.first_byte_at_s: float | None = None
+        self.was_unsent = False
+        """Whether the D leg was given up before all of it had left, so that D never had it."""
         self.outcome: asyncio.Future[Answer | None] = self._loop.create_future()
-
-    def attach(self, connection: ClientConnection) -> None:
-        """Name the connection that feeds this sink, to be paused while the client reads too slowly."""
-        self._connection = connection
 
     def close(self) -> None:
         """Stop whatever is still going on; the engine sees its client gone unless the answer was whole."""
@@ -69,6 +72,7 @@ class Relay:
         if not self.outcome.done():
             self.outcome.cancel()
         if self._connection is not None:
+            self.was_unsent = self._connection.has_unsent
             self._connection.abort()
 
     # The engine's side
@@ -112,6 +116,7 @@ class Relay:
 
     def pause_reading(self) -> None:
         self._is_paused = True
+        self._last_piece_s = self._loop.time()
         if self._connection is not None:
             self._connection.pause_reading()
 
@@ -153,13 +158,16 @@ class Relay:
 
     def _check_silence(self) -> None:
         """One timer for a whole answer, set anew only when it fires: a timer per piece would cost more than the piece."""
-        idle_s = 0.0 if self._is_paused else self._loop.time() - self._last_piece_s
+        idle_s = self._loop.time() - self._last_piece_s
         if idle_s < self._timeout_s:
             self._timer = self._loop.call_later(self._timeout_s - idle_s, self._check_silence)
+            return
+        if self._is_paused:
+            self._fail(ClientStalled(self._timeout_s))
             return
         what = "the first byte" if self.first_byte_at_s is None else "the next piece"
         self._fail(self._engine.timeout_of(what, self._timeout_s))
 
-    def _fail(self, error: EngineError) -> None:
+    def _fail(self, error: EngineError | ClientStalled) -> None:
         if not self.outcome.done():
             self.outcome.set_exception(error)

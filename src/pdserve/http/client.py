@@ -55,8 +55,9 @@ class Sink(Protocol):
 class ClientConnection(asyncio.Protocol):
     """One connection. Owned by its pool when idle, by one exchange when not."""
 
-    def __init__(self, release: Callable[[ClientConnection], None]) -> None:
+    def __init__(self, release: Callable[[ClientConnection], None], forget: Callable[[ClientConnection], None]) -> None:
         self._release = release
+        self._forget = forget
         self._transport: asyncio.Transport | None = None
         self._parser: httptools.HttpResponseParser | None = None
         self._sink: Sink | None = None
@@ -85,6 +86,11 @@ class ClientConnection(asyncio.Protocol):
         self.is_closed = True
         if self._transport is not None:
             self._transport.abort()
+
+    @property
+    def has_unsent(self) -> bool:
+        """Whether part of the request is still waiting to leave: the server cannot have acted on it."""
+        return self._transport is not None and not self.is_closed and self._transport.get_write_buffer_size() > 0
 
     def pause_reading(self) -> None:
         """Let the server wait: the sink cannot take more now."""
@@ -121,6 +127,7 @@ class ClientConnection(asyncio.Protocol):
         self.is_closed = True
         sink, self._sink = self._sink, None
         if sink is None:
+            self._forget(self)
             return
         if self._is_head_whole and not self._has_length and exc is None:
             sink.on_end()  # Neither a length nor chunks: the end of the connection is the end of the body (RFC 9112, 6.3).
@@ -197,7 +204,7 @@ class ConnectionPool:
         """A new connection. Raises ConnectionFailed."""
         try:
             _, connection = await self._loop.create_connection(
-                lambda: ClientConnection(self._put_back), self._host, self._port, ssl=self._tls
+                lambda: ClientConnection(self._put_back, self._forget), self._host, self._port, ssl=self._tls
             )
         except (OSError, ssl.SSLError) as exc:
             raise ConnectionFailed(f"cannot connect: {exc.strerror or exc}", is_unanswered=True) from exc
@@ -207,6 +214,11 @@ class ConnectionPool:
         """Close what is idle; exchanges under way are their owners' to end."""
         while self._idle:
             self._idle.pop().abort()
+
+    def _forget(self, connection: ClientConnection) -> None:
+        """One that ended while it was idle, or that its owner dropped."""
+        if connection in self._idle:
+            self._idle.remove(connection)
 
     def _put_back(self, connection: ClientConnection) -> None:
         connection.idle_since_s = self._loop.time()

@@ -64,7 +64,7 @@ class Application(Protocol):
 class Request:
     """One whole request. Header names are lower case."""
 
-    __slots__ = ("body", "headers", "method", "path", "peer", "query", "received_at_s")
+    __slots__ = ("body", "headers", "keep_alive", "knows_chunks", "method", "path", "query", "received_at_s")
 
     def __init__(
         self,
@@ -74,7 +74,8 @@ class Request:
         headers: Headers,
         body: bytes,
         *,
-        peer: str,
+        knows_chunks: bool,
+        keep_alive: bool,
         received_at_s: float,
     ) -> None:
         self.method = method
@@ -82,7 +83,9 @@ class Request:
         self.query = query
         self.headers = headers
         self.body = body
-        self.peer = peer
+        self.knows_chunks = knows_chunks
+        """False for HTTP/1.0, where the end of the connection is the end of the body."""
+        self.keep_alive = keep_alive
         self.received_at_s = received_at_s
 
     def header(self, name: bytes) -> bytes | None:
@@ -96,11 +99,12 @@ class Request:
 class Response:
     """The answer to one request; writes straight to the client's socket, without a queue of its own."""
 
-    __slots__ = ("_connection", "_head_only", "_is_chunked", "_keep_alive", "is_ended", "is_started")
+    __slots__ = ("_connection", "_head_only", "_is_chunked", "_keep_alive", "_knows_chunks", "is_ended", "is_started")
 
-    def __init__(self, connection: ServerConnection, *, head_only: bool, keep_alive: bool) -> None:
+    def __init__(self, connection: ServerConnection, *, head_only: bool, knows_chunks: bool, keep_alive: bool) -> None:
         self._connection = connection
         self._head_only = head_only
+        self._knows_chunks = knows_chunks
         self._keep_alive = keep_alive
         self._is_chunked = False
         self.is_started = False
@@ -119,13 +123,10 @@ class Response:
         """Send the head of an answer whose length is not known; `source` is paused while the client reads too slowly."""
         assert not self.is_started
         self.is_started = True
-        # An HTTP/1.0 client knows no chunks: there the end of the connection is the end of the body.
-        self._is_chunked = self._connection.client_knows_chunks
-        if not self._is_chunked:
-            self._keep_alive = False
+        self._is_chunked = self._knows_chunks
         framing = b"transfer-encoding: chunked\r\n" if self._is_chunked else b""
-        self._connection.source = source
         self._connection.write(self._head(status, headers, framing))
+        self._connection.feed_from(source)
 
     def write(self, data: bytes) -> None:
         """Send a piece of the body that `start` began."""
@@ -168,7 +169,7 @@ class ServerConnection(asyncio.Protocol):
         self._parser = httptools.HttpRequestParser(self)
         self._transport: asyncio.Transport | None = None
         self._task: asyncio.Task[None] | None = None
-        self._waiting: deque[tuple[Request, bool]] = deque()
+        self._waiting: deque[Request] = deque()
         self._timer: asyncio.TimerHandle | None = None
         self._is_closing = False
         self._has_ended_response = False
@@ -178,8 +179,7 @@ class ServerConnection(asyncio.Protocol):
         self._is_in_body = False
         self._body: list[bytes] = []
         self._body_bytes = 0
-        self._peer = ""
-        self.client_knows_chunks = True
+        self._is_write_paused = False
         self.source: PausableSource | None = None
 
     # asyncio's side
@@ -188,8 +188,6 @@ class ServerConnection(asyncio.Protocol):
         # uvloop's transports are none of asyncio's classes, though they do all that these do.
         self._transport = cast("asyncio.Transport", transport)
         self._state.connections.add(self)  # type: ignore[arg-type]
-        peer = transport.get_extra_info("peername")
-        self._peer = f"{peer[0]}:{peer[1]}" if isinstance(peer, tuple) else ""
         self._start_timer(HEADER_TIMEOUT_S)
 
     def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002
@@ -206,8 +204,8 @@ class ServerConnection(asyncio.Protocol):
             return
         try:
             self._parser.feed_data(data)
-        except httptools.HttpParserUpgrade:
-            self._refuse(InvalidRequest("this server speaks HTTP/1.1 only; drop the Upgrade header"))
+        except httptools.HttpParserUpgrade as exc:
+            self._go_on_without_upgrade(data[exc.args[0] :])
         except httptools.HttpParserCallbackError as exc:
             refusal = exc.__context__
             if not isinstance(refusal, InvalidRequest):
@@ -217,10 +215,12 @@ class ServerConnection(asyncio.Protocol):
             self._refuse(InvalidRequest(f"not a valid HTTP/1.1 request: {exc}", reason=Reason.MALFORMED_HTTP))
 
     def pause_writing(self) -> None:
+        self._is_write_paused = True
         if self.source is not None:
             self.source.pause_reading()
 
     def resume_writing(self) -> None:
+        self._is_write_paused = False
         if self.source is not None:
             self.source.resume_reading()
 
@@ -265,24 +265,27 @@ class ServerConnection(asyncio.Protocol):
             self._refuse_body()
 
     def on_message_complete(self) -> None:
+        if self._parser.should_upgrade():
+            return  # Not complete at all: see `_go_on_without_upgrade`.
         path, _, query = self._url.partition(b"?")
         body = self._body[0] if len(self._body) == 1 else b"".join(self._body)
+        # HTTP/1.0 knows no chunks, and keeps a connection only where both sides say so, which is not worth the words.
+        is_http_1_0 = self._parser.get_http_version() == "1.0"
         request = Request(
             self._parser.get_method(),
             path,
             query,
             self._headers,
             body,
-            peer=self._peer,
+            knows_chunks=not is_http_1_0,
+            keep_alive=self._parser.should_keep_alive() and not is_http_1_0,
             received_at_s=time.monotonic(),
         )
-        self.client_knows_chunks = self._parser.get_http_version() != "1.0"
-        keep_alive = self._parser.should_keep_alive()
         self._body = []
         if self._task is None:
-            self._answer(request, keep_alive=keep_alive)
+            self._answer(request)
             return
-        self._waiting.append((request, keep_alive))
+        self._waiting.append(request)
         if len(self._waiting) >= MAX_PIPELINED and self._transport is not None:
             self._transport.pause_reading()
 
@@ -291,6 +294,12 @@ class ServerConnection(asyncio.Protocol):
     def write(self, data: bytes) -> None:
         if self._transport is not None and not self._is_closing:
             self._transport.write(data)
+
+    def feed_from(self, source: PausableSource | None) -> None:
+        """Name what the open answer's bytes come from; the client may be too slow already, from an answer before."""
+        self.source = source
+        if source is not None and self._is_write_paused:
+            source.pause_reading()
 
     def response_ended(self, *, keep_alive: bool) -> None:
         self._has_ended_response = True
@@ -316,10 +325,15 @@ class ServerConnection(asyncio.Protocol):
 
     # Inside
 
-    def _answer(self, request: Request, *, keep_alive: bool) -> None:
+    def _answer(self, request: Request) -> None:
         self._stop_timer()
         self._has_ended_response = False
-        response = Response(self, head_only=request.method == b"HEAD", keep_alive=keep_alive and self._keep_alive_s > 0)
+        response = Response(
+            self,
+            head_only=request.method == b"HEAD",
+            knows_chunks=request.knows_chunks,
+            keep_alive=request.keep_alive and self._keep_alive_s > 0,
+        )
         self._task = self._loop.create_task(self._application.handle(request, response))
         self._state.tasks.add(self._task)
         self._state.total_requests += 1
@@ -335,12 +349,27 @@ class ServerConnection(asyncio.Protocol):
         if not self._has_ended_response or self._keep_alive_s <= 0:
             self._close()
         elif self._waiting:
-            request, keep_alive = self._waiting.popleft()
+            request = self._waiting.popleft()
             if self._transport is not None and not self._transport.is_reading():
                 self._transport.resume_reading()
-            self._answer(request, keep_alive=keep_alive)
+            self._answer(request)
         else:
             self._start_timer(self._keep_alive_s)
+
+    def _go_on_without_upgrade(self, rest: bytes) -> None:
+        """Answer in HTTP/1.1, as RFC 9110 (7.8) allows; Java's client asks for h2c with every first request.
+
+        llhttp stops at the end of the headers then, so the same request is read again without that header.
+        """
+        method = self._parser.get_method()
+        if method == b"CONNECT":
+            self._refuse(InvalidRequest("this is no proxy", status=405, reason=Reason.METHOD_NOT_ALLOWED))
+            return
+        version = self._parser.get_http_version().encode()
+        headers = [header for header in self._headers if header[0] not in {b"upgrade", b"http2-settings"}]
+        head = b"%b %b HTTP/%b\r\n" % (method, self._url, version)
+        self._parser = httptools.HttpRequestParser(self)
+        self.data_received(head + b"".join(b"%b: %b\r\n" % header for header in headers) + b"\r\n" + rest)
 
     def _count_header_bytes(self, num_bytes: int) -> None:
         self._header_bytes += num_bytes
@@ -359,7 +388,7 @@ class ServerConnection(asyncio.Protocol):
             self._task.cancel()
             self.abort()
             return
-        response = Response(self, head_only=False, keep_alive=False)
+        response = Response(self, head_only=False, knows_chunks=True, keep_alive=False)
         headers, body = self._application.render_error(error)
         response.send(error.status, headers, body)
 

@@ -73,7 +73,8 @@ TABLE: dict[State, dict[Event, Step]] = {
         Event.HANDOFF_TAKEN: Step(State.HELD),
         Event.PREFILL_FAILED: Step(State.UNSPLIT),
         Event.PREFILL_REFUSED: _END,
-        # P sees its client gone and aborts: an aborted request keeps no blocks (pull_scheduler.py, request_finished).
+        # P sees its client gone and aborts: an aborted request keeps no blocks (pull_scheduler.py, request_finished). An
+        # answer that has left P by then and has not come here keeps them until the lease ends: nobody knows its handoff.
         Event.CANCELLED: _END,
         Event.FAILED: _END,
     },

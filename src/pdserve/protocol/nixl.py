@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from pdserve.protocol.openai import Fields, join, try_split
+from pdserve.protocol.openai import NOT_JSON, Fields, join, try_split
 
 _PREFILL_PARAMS = msgspec.Raw(
     b'{"do_remote_decode":true,"do_remote_prefill":false,"remote_engine_id":null,'
@@ -108,7 +108,7 @@ def parse_handoff(answer: bytes, *, now_s: float) -> Handoff:
     """
     try:
         read = msgspec.json.decode(answer, type=_PrefillAnswer)
-    except (msgspec.DecodeError, UnicodeDecodeError) as exc:
+    except NOT_JSON as exc:
         raise UnusableHandoff(f"P's answer is not what vLLM answers: {exc}") from exc
     raw = read.kv_transfer_params
     if bytes(raw) == b"null":
@@ -118,7 +118,7 @@ def parse_handoff(answer: bytes, *, now_s: float) -> Handoff:
         raise UnusableHandoff("P's kv_transfer_params is not an object")
     try:
         params = msgspec.json.decode(raw, type=_Params)
-    except (msgspec.DecodeError, UnicodeDecodeError) as exc:
+    except NOT_JSON as exc:
         raise UnusableHandoff(f"P's handoff is incomplete: {exc}") from exc
     _check(params)
     fields.pop(HIDING_KEY, None)

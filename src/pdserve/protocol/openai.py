@@ -7,7 +7,7 @@ and never parsed, unknown fields survive, and integers of any size stay exact. N
 from __future__ import annotations
 
 import enum
-from typing import Any
+import re
 
 import msgspec
 
@@ -25,6 +25,15 @@ _encode = msgspec.json.Encoder().encode
 
 _TRUE = b"true"
 _NULL = b"null"
+_ONES = frozenset({b"1", _NULL})
+_FALSES = frozenset({b"false", _NULL})
+_BOOLS = frozenset({b"true", b"false", _NULL})
+_LIMIT_FIELDS = ("max_tokens", "max_completion_tokens", "max_output_tokens", "min_tokens")
+_FIRST_ELEMENT_IS_NESTED = re.compile(rb'\[\s*["\[]')
+
+
+NOT_JSON = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+"""What decoding raises for bytes that are no JSON, no UTF-8, or nested a thousand levels deep."""
 
 
 class _Error(msgspec.Struct, frozen=True):
@@ -62,10 +71,8 @@ def split_request(body: bytes) -> Fields:
     """Split a request's body, less what clients may not say. Raises InvalidRequest."""
     try:
         fields = _decode_fields(body)
-    except msgspec.DecodeError as exc:
+    except NOT_JSON as exc:
         raise InvalidRequest(f"the body is not a JSON object: {exc}", reason=Reason.MALFORMED_JSON) from exc
-    except UnicodeDecodeError as exc:
-        raise InvalidRequest(f"the body is not UTF-8: {exc}", reason=Reason.MALFORMED_JSON) from exc
     for name in RESERVED_FIELDS & fields.keys():
         del fields[name]
     if "vllm_xargs" in fields:
@@ -85,7 +92,7 @@ def try_split(raw: msgspec.Raw | bytes) -> Fields | None:
     """Split a JSON object; None when it is something else."""
     try:
         return _decode_fields(raw)
-    except (msgspec.DecodeError, UnicodeDecodeError):
+    except NOT_JSON:
         return None
 
 
@@ -97,7 +104,7 @@ def join(fields: Fields) -> bytes:
 def facts_of(api: Api, fields: Fields) -> RequestFacts:
     """What the policy may know. Raises InvalidRequest when there is nothing to prefill."""
     prompt = fields.get(_PROMPT_FIELDS[api])
-    if prompt is None and "prompt_embeds" not in fields:
+    if prompt is None and (api is not Api.COMPLETIONS or _is_absent(fields, "prompt_embeds")):
         raise InvalidRequest(f"the field {_PROMPT_FIELDS[api]!r} is missing")
     return RequestFacts(
         prompt_bytes=len(memoryview(prompt)) if prompt is not None else 0,
@@ -136,34 +143,48 @@ def error_status(body: bytes) -> int:
     """The HTTP status that an error body names as its `code`; 500 when it names none."""
     try:
         code = msgspec.json.decode(body, type=_ErrorBody).error.code
-    except (msgspec.DecodeError, UnicodeDecodeError):
+    except NOT_JSON:
         return 500
     return code if code is not None and 400 <= code < 600 else 500  # noqa: PLR2004
 
 
 def _alone_reason(api: Api, fields: Fields) -> AloneReason | None:
-    """One handoff stands for one prompt and one choice; the rest is D's own work until it is fanned out."""
-    if _is_above_one(fields, "n") or _is_above_one(fields, "best_of"):
+    """Split only what is certain to be one prompt with one choice, and certain to be valid on D if it is on P.
+
+    vLLM reads `"n": "2"` as two and `"echo": 1` as true, so whatever is not spelled plainly goes to D alone: one handoff
+    for two choices gives the second one another request's KV. And what P never sees of a request (its limits, its stream
+    options) D may refuse before admission without telling P, which would hold the blocks until its lease ends.
+    """
+    if not (_is_plain(fields, "n", _ONES) and _is_plain(fields, "best_of", _ONES)):
         return AloneReason.MANY_CHOICES
-    if _is(fields, "use_beam_search", _TRUE):
+    if not _is_plain(fields, "use_beam_search", _FALSES):
         return AloneReason.BEAM_SEARCH
     if not _is_absent(fields, "prompt_logprobs"):
         return AloneReason.PROMPT_LOGPROBS
-    if api is Api.COMPLETIONS:
-        if _is(fields, "echo", _TRUE):
-            return AloneReason.PROMPT_ECHO
-        if "prompt_embeds" in fields or _has_many_prompts(fields["prompt"]):
-            return AloneReason.MANY_PROMPTS
-    return None
+    if not _is_plain(fields, "echo", _FALSES):
+        return AloneReason.PROMPT_ECHO
+    if not _is_absent(fields, "prompt_embeds") or (api is Api.COMPLETIONS and _has_many_prompts(fields["prompt"])):
+        return AloneReason.MANY_PROMPTS
+    return None if _are_limits_plain(fields) and _are_stream_options_plain(fields) else AloneReason.UNUSUAL_FIELDS
 
 
 def _has_many_prompts(prompt: msgspec.Raw) -> bool:
     """Token ids are one prompt, however many; only a list of texts or of lists can be several."""
-    start = bytes(memoryview(prompt)[:64])
-    if not start.startswith(b"["):
+    is_nested = _FIRST_ELEMENT_IS_NESTED.match(memoryview(prompt)) is not None
+    return is_nested and len(_decode_list(prompt)) > 1
+
+
+def _are_limits_plain(fields: Fields) -> bool:
+    return all(_is_absent(fields, name) or bytes(fields[name]).isdigit() for name in _LIMIT_FIELDS)
+
+
+def _are_stream_options_plain(fields: Fields) -> bool:
+    if not _is_plain(fields, "stream", _BOOLS):
         return False
-    first = start[1:].lstrip()[:1]
-    return first in {b'"', b"["} and len(_decode_list(prompt)) > 1
+    if _is_absent(fields, "stream_options"):
+        return True
+    options = try_split(fields["stream_options"])
+    return is_stream(fields) and options is not None and all(_is_plain(options, name, _BOOLS) for name in options)
 
 
 def _is(fields: Fields, name: str, literal: bytes) -> bool:
@@ -171,13 +192,10 @@ def _is(fields: Fields, name: str, literal: bytes) -> bool:
     return value is not None and memoryview(value) == literal
 
 
+def _is_plain(fields: Fields, name: str, literals: frozenset[bytes]) -> bool:
+    """Absent, null, or spelled as one of these."""
+    return name not in fields or bytes(fields[name]) in literals
+
+
 def _is_absent(fields: Fields, name: str) -> bool:
     return name not in fields or _is(fields, name, _NULL)
-
-
-def _is_above_one(fields: Fields, name: str) -> bool:
-    value = fields.get(name)
-    if value is None:
-        return False
-    number: Any = msgspec.json.decode(value)
-    return isinstance(number, int) and number > 1

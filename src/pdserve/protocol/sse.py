@@ -12,8 +12,8 @@ MAX_EVENT_BYTES = 1024 * 1024
 """An unfinished event longer than this is handed on in pieces, unread: the relay may not hold a stream without bound."""
 
 _EVENT_ENDS = (b"\n\n", b"\r\n\r\n")
-_USAGE_MARK = b'"usage":{'
-"""Stands in an event only as a key: inside a JSON string its quotes would be escaped. vLLM writes no space there."""
+_USAGE_MARK = b'"prompt_tokens"'
+"""A key of every usage, and only ever a key: inside a JSON string its quotes would be escaped."""
 
 
 class UsageEdit(Protocol):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import msgspec
 
 from pdserve.core import Evidence, PrefillPlace
-from pdserve.protocol.openai import Fields, join, try_split
+from pdserve.protocol.openai import NOT_JSON, Fields, join, try_split
 from pdserve.protocol.sse import event_data
 
 NO_DETAILS = (
@@ -42,7 +42,7 @@ def parse_usage(raw: msgspec.Raw | bytes | None) -> Usage | None:
         return None
     try:
         return msgspec.json.decode(raw, type=Usage | None)
-    except (msgspec.DecodeError, UnicodeDecodeError):
+    except NOT_JSON:
         return None
 
 
@@ -97,7 +97,7 @@ class UsageWatch:
         if fields is None or "usage" not in fields:
             return event
         self.usage = parse_usage(fields["usage"]) or self.usage
-        if not self._client_wants_usage and bytes(fields.get("choices", b"")) == b"[]":
+        if not self._client_wants_usage and bytes(fields.get("choices", b"")).replace(b" ", b"") == b"[]":
             return b""
         if not self._replace(fields):
             return event
