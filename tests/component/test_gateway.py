@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
+import socket
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -367,18 +368,18 @@ async def test_a_d_that_cannot_be_reached_is_replaced() -> None:
 
 async def test_a_client_that_reads_nothing_is_hung_up_on() -> None:
     """D and P are free again once the client has left its answer unread for too long."""
-    settings = EngineSettings(model=MODEL, max_model_len=8192)
+    settings = EngineSettings(model=MODEL, max_model_len=40_000, num_blocks=4096)
     async with split(settings=settings, timeouts=TIMEOUTS.__class__(silence=0.3)) as deployment:
-        reader, writer = await asyncio.open_connection("127.0.0.1", int(deployment.gateway.client.url[-5:]), limit=1024)
-        body = json.dumps(_body(stream=True, max_tokens=8000, ignore_eos=True, logprobs=5)).encode()
-        writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(body) + body)
-        async with asyncio.timeout(20):
-            while deployment.gateway.journal.num_requests == 0:  # noqa: ASYNC110 - the journal gives no event
-                await asyncio.sleep(0.02)
+        body = json.dumps(_body(stream=True, max_tokens=30_000, ignore_eos=True, logprobs=5)).encode()
+        with socket.socket() as client:
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            client.connect(("127.0.0.1", int(deployment.gateway.client.url.rpartition(":")[2])))
+            client.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(body) + body)
+            async with asyncio.timeout(30):
+                while deployment.gateway.journal.num_requests == 0:  # noqa: ASYNC110 - the journal gives no event
+                    await asyncio.sleep(0.02)
         assert _last(deployment).reason == "client_stalled"
         await deployment.settle()
-        assert reader is not None
-        writer.close()
 
 
 async def test_a_stream_that_breaks_off_says_so_and_is_not_done(pair: Split) -> None:
@@ -391,6 +392,16 @@ async def test_a_stream_that_breaks_off_says_so_and_is_not_done(pair: Split) -> 
     assert "[DONE]" not in events
     assert _last(pair).reason == "engine_broke_off"
     await pair.settle()
+
+
+async def test_a_stream_that_falls_silent_is_given_up() -> None:
+    """Between two pieces D has its own, shorter deadline."""
+    settings = EngineSettings(model=MODEL, timing=Timing(decode_step_s=30.0))
+    async with split(timeouts=TIMEOUTS.__class__(silence=0.2)) as deployment:
+        object.__setattr__(deployment.decode.engine, "settings", settings)
+        response = await deployment.client.post("/v1/completions", json=_body(stream=True))
+        assert json.loads(_events(response.text)[-1])["error"]["code"] == "engine_timeout"
+        assert "the next piece did not come within 0.2 s" in response.text
 
 
 async def test_a_whole_answer_that_breaks_off_is_an_error(pair: Split) -> None:

@@ -90,7 +90,7 @@ def test_one_name_is_held_by_one_deployment(tmp_path: Path) -> None:
         with pytest.raises(ConfigError) as caught, claim(tmp_path, "default"):
             pytest.fail("two deployments hold one name")
     assert f"pid {os.getpid()}, http://127.0.0.1:8192" in str(caught.value)
-    assert "pdserve down default" in str(caught.value)
+    assert "pdserve down --name default" in str(caught.value)
     assert "--name" in str(caught.value)
 
 

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
     from rich.console import Console
 
+    from pdserve.http.listener import StopSignal
     from pdserve.launch.deployment import Deployment, DeploymentPlan
 
 _NUM_TOKENS = 24
@@ -45,19 +46,34 @@ def demo(model: str | None, port: int | None, *, keep: bool, config_path: Path |
 
 async def _run(plan: DeploymentPlan, notes: tuple[str, ...], console: Console, *, keep: bool) -> None:
     from pdserve.cli.running import Stopped, exit_when_stopped, running  # noqa: PLC0415
-    from pdserve.cli.up import announce  # noqa: PLC0415
+    from pdserve.cli.up import announce, watch  # noqa: PLC0415
     from pdserve.http.listener import stopped_by_signal  # noqa: PLC0415
 
     async with stopped_by_signal() as stop:
         try:
             async with running(plan, notes, console, stop) as deployment:
-                await _show(deployment, console)
+                await _until_shown(deployment, console, stop)
                 if keep:
                     console.print()
                     announce(deployment, console)
-                    await stop.wait()
+                    await watch(deployment, console, stop)
         except Stopped:
             exit_when_stopped()
+
+
+async def _until_shown(deployment: Deployment, console: Console, stop: StopSignal) -> None:
+    """Show it, unless a signal comes first. Raises Stopped then."""
+    from pdserve.cli.running import Stopped  # noqa: PLC0415
+
+    showing, stopping = asyncio.create_task(_show(deployment, console)), asyncio.create_task(stop.wait())
+    try:
+        await asyncio.wait([showing, stopping], return_when=asyncio.FIRST_COMPLETED)
+        if not showing.done():
+            raise Stopped
+        await showing
+    finally:
+        showing.cancel()
+        stopping.cancel()
 
 
 async def _show(deployment: Deployment, console: Console) -> None:

@@ -4,26 +4,30 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import signal
 import subprocess
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 import psutil
+from rich.text import Text
 
 from pdserve.cli.options import environment, name_option
 from pdserve.cli.style import engine_table, make_console, styled_state
 from pdserve.errors import ConfigError, EngineError, LaunchError
 from pdserve.launch.overview import ProcessInfo, engine_rows
 from pdserve.launch.paths import state_dir
-from pdserve.launch.state import list_states, read_state
+from pdserve.launch.state import is_alive, list_states, read_state
 
 if TYPE_CHECKING:
     from pdserve.launch.state import DeploymentState
     from pdserve.protocol.admin import GatewayStatus
 
 _TAIL_LINES = 40
+_POLL_S = 0.1
 
 
 def find_deployment(name: str | None) -> DeploymentState:
@@ -72,7 +76,7 @@ async def _show_status(found: DeploymentState) -> None:
         console.print("the gateway does not answer yet", style="yellow")
         return
     for pair in gateway.pairs:
-        console.print(styled_state(pair.state), f"{pair.prefill} to {pair.decode}", pair.cause)
+        console.print(styled_state(pair.state), Text(f"{pair.prefill} to {pair.decode} {pair.cause}"))
     places = ", ".join(f"{count} {place}" for place, count in gateway.num_by_place.items() if count)
     console.print(f"{gateway.num_requests} requests" + (f": prefill {places}" if places else ""))
 
@@ -120,14 +124,18 @@ def down(name: str | None, timeout_s: float) -> None:
     """Stop a deployment: open requests end first, then the engines."""
     found = find_deployment(name)
     try:
-        supervisor = psutil.Process(found.supervisor_pid)
-        supervisor.send_signal(signal.SIGTERM)
-        supervisor.wait(timeout_s)
-    except psutil.NoSuchProcess:
+        os.kill(found.supervisor_pid, signal.SIGTERM)
+    except ProcessLookupError:
         pass
-    except psutil.TimeoutExpired as exc:
-        raise LaunchError(
-            f"{found.name} (pid {found.supervisor_pid}) still has open requests after {timeout_s:g} s; "
-            f"`kill {found.supervisor_pid}` once more ends them"
-        ) from exc
+    except PermissionError as exc:
+        raise LaunchError(f"{found.name} (pid {found.supervisor_pid}) belongs to another user") from exc
+    # Not waitpid: it is not our child. And where nobody reaps orphans, it stays a zombie, which is as good as gone.
+    deadline_s = time.monotonic() + timeout_s
+    while is_alive(found):
+        if time.monotonic() > deadline_s:
+            raise LaunchError(
+                f"{found.name} (pid {found.supervisor_pid}) still has open requests after {timeout_s:g} s; "
+                f"`kill {found.supervisor_pid}` once more ends them"
+            )
+        time.sleep(_POLL_S)
     click.echo(f"{found.name} is down")

@@ -88,8 +88,11 @@ async def _serve(config: Config, addresses: list[EngineAddress]) -> None:
             click.echo(f"{address}")
         click.echo(f"gateway on {running.client.url}, admin on {running.admin.url}")
         narrating = asyncio.create_task(_narrate(running))
-        await stop.wait()
+        stopping = asyncio.create_task(stop.wait())
+        await asyncio.wait([stopping, running.watching], return_when=asyncio.FIRST_COMPLETED)
         narrating.cancel()
+        if not stopping.done():
+            await running.watching
 
 
 async def _narrate(gateway: Gateway) -> None:

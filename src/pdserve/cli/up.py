@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
+from rich.text import Text
 
 from pdserve.cli.options import config_option, environment, read_config
 from pdserve.cli.style import make_console
@@ -96,7 +97,7 @@ async def _serve(plan: DeploymentPlan, notes: tuple[str, ...], console: Console,
                 if ready_fd is not None:
                     os.write(ready_fd, _READY)
                     os.close(ready_fd)
-                await _watch(deployment, console, stop)
+                await watch(deployment, console, stop)
         except Stopped:
             exit_when_stopped()
 
@@ -129,10 +130,10 @@ def _say_proof(status: GatewayStatus, console: Console) -> None:
             took = f"first handoff {pair.first_handoff_s:.2f} s, its handshake included"
             console.print(f"[green]proven[/green] KV moves from {pair.prefill} to {pair.decode} ({took})")
         else:
-            console.print(f"[yellow]{pair.state}[/yellow] {pair.prefill} to {pair.decode}: {pair.cause}")
+            console.print(Text(f"{pair.state} {pair.prefill} to {pair.decode}: {pair.cause}", style="yellow"))
 
 
-async def _watch(deployment: Deployment, console: Console, stop: StopSignal) -> None:
+async def watch(deployment: Deployment, console: Console, stop: StopSignal) -> None:
     """Until a signal, or until nobody is left who could answer. Raises EngineExited then."""
     stopping = asyncio.create_task(stop.wait())
     try:
@@ -146,7 +147,7 @@ async def _watch(deployment: Deployment, console: Console, stop: StopSignal) -> 
             error = deployment.exit_error(name)
             if name == "gateway" or not deployment.has_decode_engine():
                 raise error
-            console.print(f"[red]{error}[/red]")
+            console.print(Text(str(error), style="red"))
             console.print("the others go on; the gateway sends nothing to it any more")
     finally:
         stopping.cancel()
@@ -179,8 +180,14 @@ def _detach(plan: DeploymentPlan, console: Console) -> None:
             argv, stdin=subprocess.DEVNULL, stdout=log, stderr=log, pass_fds=[ready_fd], start_new_session=True
         )
     os.close(ready_fd)
-    with console.status("starting the engines"), os.fdopen(ready, "rb") as pipe:
-        is_ready = pipe.read() == _READY
+    try:
+        with console.status("starting the engines"), os.fdopen(ready, "rb") as pipe:
+            is_ready = pipe.read() == _READY
+    except KeyboardInterrupt:
+        # It has a session of its own, so that the terminal's Ctrl-C did not reach it.
+        child.terminate()
+        child.wait()
+        raise
     if not is_ready:
         status = child.wait()
         text = log_path.read_text(encoding="utf-8", errors="replace").strip()

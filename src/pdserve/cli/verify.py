@@ -37,7 +37,9 @@ _LOG_WAIT_S = 11.0
     "--prefill", "prefill_urls", multiple=True, metavar="URL", help="With --decode: any other P/D gateway's engines."
 )
 @click.option("--decode", "decode_urls", multiple=True, metavar="URL", help="See --prefill.")
-@click.option("--prompt", default=DEFAULT_PROMPT, help="What to ask; a new nonce before it keeps caches out.")
+@click.option(
+    "--prompt", default=DEFAULT_PROMPT, help="What to ask; a new cache salt each time keeps prefix caches out."
+)
 @click.option("--max-tokens", type=click.IntRange(1), default=16, show_default=True)
 @click.option("--json", "as_json", is_flag=True, help="Print the report as JSON.")
 def verify(

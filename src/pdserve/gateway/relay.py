@@ -147,6 +147,8 @@ class Relay:
         if self.first_byte_at_s is None:
             self.first_byte_at_s = self._last_piece_s = self._loop.time()
             self._timeout_s = self._silence_timeout_s
+            self._timer.cancel()
+            self._timer = self._loop.call_later(self._timeout_s, self._check_silence)
 
     def _collect(self, data: bytes) -> None:
         assert self._whole is not None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from pdserve.engine.pool import EnginePool
@@ -24,15 +25,17 @@ if TYPE_CHECKING:
     from pdserve.core import EngineAddress
 
 
+@dataclass(frozen=True, slots=True)
 class Gateway:
     """A running gateway."""
 
-    def __init__(self, pool: EnginePool, journal: Journal, proxy: Proxy, client: Listener, admin: Listener) -> None:
-        self.pool = pool
-        self.proxy = proxy
-        self.journal = journal
-        self.client = client
-        self.admin = admin
+    pool: EnginePool
+    journal: Journal
+    proxy: Proxy
+    client: Listener
+    admin: Listener
+    watching: asyncio.Task[None]
+    """Ends only by a fault: a gateway that no longer knows its engines must not look alive."""
 
 
 def bind_gateway(config: Config) -> tuple[socket.socket, socket.socket]:
@@ -62,10 +65,11 @@ async def running_gateway(
         shutdown_s=timeouts.shutdown,
     )
     admin = Listener(AdminApp(pool, journal).router(), sockets[1], shutdown_s=1)
-    # A fault in the watching ends the gateway: one that no longer knows its engines must not look alive.
-    async with asyncio.TaskGroup() as tasks:
-        watching = tasks.create_task(pool.run())
+    watching = asyncio.create_task(pool.run())
+    try:
         async with admin, client:
-            yield Gateway(pool, journal, proxy, client, admin)
+            yield Gateway(pool, journal, proxy, client, admin, watching)
         await releaser.drain()
+    finally:
         watching.cancel()
+        await asyncio.wait([watching])

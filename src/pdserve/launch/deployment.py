@@ -57,8 +57,14 @@ if TYPE_CHECKING:
     from pdserve.protocol.admin import GatewayStatus
 
 GATEWAY = EngineName("gateway")
+_SOUND = frozenset({"proven", "unproven"})
+"""States of a pair that `up` serves with: in front of engines that give no proof, it says so and goes on."""
 CONFIG_FILE = "config.json"
 _LOOK_INTERVAL_S = 0.5
+_DRAIN_EXTRA_S = 15.0
+"""Beyond `timeouts.shutdown`, for what the gateway does after it: cancel, and release P's blocks."""
+_LAST_WORDS_S = 2.0
+"""A pair that fails may be an engine that is just dying; its exit says more than the broken connection."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +160,7 @@ class Deployment:
             [plan.gateway_command(folder / CONFIG_FILE)],
             log_dir=log_dir,
             environ=environ,
-            grace_s=config.timeouts.shutdown,
+            grace_s=config.timeouts.shutdown + _DRAIN_EXTRA_S,
         )
         self._admin = AdminClient(plan.admin_url)
         self._exits: asyncio.Queue[EngineStatus] = asyncio.Queue()
@@ -264,11 +270,15 @@ class Deployment:
         try:
             while True:
                 status = await self._look()
-                if status is not None and _is_settled(status):
-                    return _moving(status)
-                await asyncio.wait([exiting], timeout=_LOOK_INTERVAL_S)
+                is_settled = status is not None and _is_settled(status)
+                is_sound = status is not None and all(pair.state in _SOUND for pair in status.pairs)
+                if status is not None and is_settled and is_sound:
+                    return status
+                await asyncio.wait([exiting], timeout=_LAST_WORDS_S if is_settled else _LOOK_INTERVAL_S)
                 if exiting.done():
                     raise self.exit_error(exiting.result().address.name)
+                if status is not None and is_settled:
+                    raise _nothing_moves(status)
         finally:
             exiting.cancel()
 
@@ -301,12 +311,10 @@ def _is_settled(status: GatewayStatus) -> bool:
     return are_ready and all(pair.state != "untried" for pair in status.pairs)
 
 
-def _moving(status: GatewayStatus) -> GatewayStatus:
-    """The same status. Raises LaunchError when a pair is known not to move KV: nobody starts a split for that."""
-    for pair in status.pairs:
-        if pair.state in {"not_moving", "failing"}:
-            raise LaunchError(f"no KV moves from {pair.prefill} to {pair.decode}: {pair.cause}")
-    return status
+def _nothing_moves(status: GatewayStatus) -> LaunchError:
+    """Nobody starts a split for engines that do not hand over."""
+    pair = next(pair for pair in status.pairs if pair.state not in _SOUND)
+    return LaunchError(f"no KV moves from {pair.prefill} to {pair.decode}: {pair.cause}")
 
 
 def _with_chosen_ports(config: Config) -> Config:

@@ -103,8 +103,8 @@ def _lock(descriptor: int, folder: Path, name: str) -> None:
         state = _try_load(folder)
         holder = f" (pid {state.supervisor_pid}, {state.gateway_url})" if state else ""
         raise ConfigError(
-            f"a deployment named {name!r} already runs on this machine{holder}. Stop it with `pdserve down {name}`, or give "
-            "this one another name: `name` in the configuration, or --name"
+            f"a deployment named {name!r} already runs on this machine{holder}. Stop it with `pdserve down --name {name}`, or "
+            "give this one another name: `name` in the configuration, or --name"
         ) from exc
 
 

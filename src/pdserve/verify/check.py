@@ -150,6 +150,8 @@ class Verifier:
             "max_tokens": max_tokens,
             "temperature": 0,
             "logprobs": _NUM_TOP_LOGPROBS,
+            # New each time: no engine may find the prompt in its prefix cache, D alone not even in what P sent it.
+            "cache_salt": secrets.token_hex(8),
             **more,
         }
         request_id = f"pdserve-verify-{secrets.token_hex(8)}".encode()
@@ -190,13 +192,13 @@ class Verifier:
     async def _compare(
         self, model: str, prompt: str, max_tokens: int, completion: _Completion, record: RequestRecord | None
     ) -> tuple[Comparison, str]:
-        """The same prompt on D alone; the salt keeps D from finding P's blocks in its own prefix cache."""
+        """The same prompt on D alone."""
         decode = next(
             engine
             for engine in self._engines
             if engine.address.role == Role.DECODE and (record is None or engine.address.name == record.decode)
         )
-        alone = _parse(decode, await self._ask(decode, model, prompt, max_tokens, cache_salt=secrets.token_hex(8)))
+        alone = _parse(decode, await self._ask(decode, model, prompt, max_tokens))
         return compare(_choices(completion), _choices(alone)), alone.choices[0].text
 
 
