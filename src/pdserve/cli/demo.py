@@ -9,7 +9,7 @@ import click
 import msgspec
 
 from pdserve.cli.options import config_option, read_config
-from pdserve.cli.picture import draw_evidence, draw_handoff, draw_request
+from pdserve.cli.picture import draw_evidence, draw_handoff, draw_request, draw_verdict
 from pdserve.cli.style import make_console
 from pdserve.cli.verify import check_report
 from pdserve.verify.check import DEFAULT_PROMPT, Verifier
@@ -93,9 +93,7 @@ async def _show(deployment: Deployment, console: Console) -> None:
     draw_handoff(console, report.record)
     console.print("\n[bold]5[/bold]  HTTP 200 proves nothing, since a D without KV answers the same. The evidence:")
     draw_evidence(console, report)
-    verdict = "[bold green]KV moved.[/bold green]" if report.has_moved else "[bold red]KV did not move.[/bold red]"
-    console.print(f"\n{verdict}", end=" ")
-    console.print(report.sentence, markup=False)
+    draw_verdict(console, report)
     check_report(report)
 
 

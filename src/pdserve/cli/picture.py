@@ -75,6 +75,13 @@ def draw_evidence(console: Console, report: Report) -> None:
     console.print(table)
 
 
+def draw_verdict(console: Console, report: Report) -> None:
+    """The one thing that the exit status says too."""
+    verdict = "[bold green]KV moved.[/bold green]" if report.has_moved else "[bold red]KV did not move.[/bold red]"
+    console.print(f"\n{verdict}", end=" ")
+    console.print(report.sentence, markup=False)
+
+
 def evidence_rows(report: Report) -> list[tuple[str, str]]:
     """The same as label and text."""
     rows: list[tuple[str, str]] = []

@@ -11,7 +11,7 @@ import click
 import msgspec
 
 from pdserve.cli.options import environment
-from pdserve.cli.picture import draw_evidence, draw_handoff, draw_request
+from pdserve.cli.picture import draw_evidence, draw_handoff, draw_request, draw_verdict
 from pdserve.cli.style import make_console
 from pdserve.config import check_url
 from pdserve.core import EngineAddress, EngineName, Role
@@ -99,9 +99,7 @@ def show_report(console: Console, report: Report) -> None:
         draw_handoff(console, report.record)
     console.print("\n[bold]the evidence[/bold]")
     draw_evidence(console, report)
-    verdict = "[bold green]KV moved.[/bold green]" if report.has_moved else "[bold red]KV did not move.[/bold red]"
-    console.print(f"\n{verdict}", end=" ")
-    console.print(report.sentence, markup=False)
+    draw_verdict(console, report)
 
 
 def show_log_lines(console: Console, log_dir: Path, *, wait_s: float) -> None:
