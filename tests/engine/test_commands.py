@@ -145,7 +145,7 @@ def test_no_engine_outlives_pdserve(tmp_path: Path, how: signal.Signals) -> None
     with os.fdopen(ready, "rb"):
         children = _wait_for_engines(process.pid)
         process.send_signal(how)
-        process.wait(STOP_TIMEOUT_S)
+        assert process.wait(STOP_TIMEOUT_S) == (130 if how == signal.SIGTERM else -how)
         _, alive = psutil.wait_procs(children, timeout=STOP_TIMEOUT_S)
         assert alive == []
 

@@ -55,7 +55,7 @@ def cli() -> None:
 def main() -> None:
     """Run a command; exit 2 for what was wrong before anything started, 1 for what went wrong later."""
     try:
-        cli.main(standalone_mode=False)
+        status = cli.main(standalone_mode=False)
     except click.exceptions.Abort:
         sys.exit(130)
     except click.ClickException as exc:
@@ -64,6 +64,7 @@ def main() -> None:
     except PdserveError as exc:
         _show(exc)
         sys.exit(2 if isinstance(exc, ConfigError) else 1)
+    sys.exit(status if isinstance(status, int) else 0)  # click returns what a command's Exit said
 
 
 def _show(error: PdserveError) -> None:
