@@ -369,7 +369,7 @@ async def test_a_d_that_cannot_be_reached_is_replaced() -> None:
 async def test_a_client_that_reads_nothing_is_hung_up_on() -> None:
     """D and P are free again once the client has left its answer unread for too long."""
     settings = EngineSettings(model=MODEL, max_model_len=40_000, num_blocks=4096)
-    async with split(settings=settings, timeouts=TIMEOUTS.__class__(silence=0.3)) as deployment:
+    async with split(settings=settings, timeouts=TIMEOUTS.__class__(silence=1.5)) as deployment:
         body = json.dumps(_body(stream=True, max_tokens=30_000, ignore_eos=True, logprobs=5)).encode()
         with socket.socket() as client:
             client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
