@@ -28,6 +28,7 @@ ArgValue = str | int | float | bool | list[str | int | float] | dict[str, object
 """A vLLM flag's value: true is the bare flag, false is its `--no-` form, a list is several words, a table is JSON."""
 
 
+_REACHABLE = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}  # noqa: S104 - these are what is replaced
 _IS_URL = re.compile(r"[!-~]+")
 """Printable ASCII without spaces: the address goes into request headers as it is."""
 
@@ -175,6 +176,17 @@ def check_url(url: str, *, source: str) -> str:
     if parts.path or parts.query or parts.fragment or parts.username:
         raise ConfigError(f"{source}: {url!r} has more than scheme, host and port; pdserve adds the paths itself")
     return stripped
+
+
+def reachable_host(host: str) -> str:
+    """Where to reach, from this machine, what listens on a host: one that means every address is none to connect to."""
+    return _REACHABLE.get(host, host)
+
+
+def http_url(host: str, port: int) -> str:
+    """The URL of what listens there, as it is reached from this machine."""
+    host = reachable_host(host)
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 def _refuse_unknown_keys(table: dict[str, object], section: type[msgspec.Struct], *, source: str, where: str) -> None:

@@ -6,7 +6,6 @@ import asyncio
 from typing import TYPE_CHECKING
 
 import click
-import msgspec
 
 from pdserve.cli.options import config_option, read_config
 from pdserve.cli.picture import draw_evidence, draw_handoff, draw_request, draw_verdict
@@ -77,10 +76,13 @@ async def _until_shown(deployment: Deployment, console: Console, stop: StopSigna
 
 
 async def _show(deployment: Deployment, console: Console) -> None:
+    from pdserve.cli.up import curl_command  # noqa: PLC0415
+
     verifier = await Verifier.of_pdserve(deployment.plan.gateway_url, deployment.plan.admin_url)
     try:
         console.print("\n[bold]2[/bold]  An ordinary OpenAI request, as a client sends it:")
-        console.print(_curl(deployment.plan), markup=False, soft_wrap=True, style="dim")
+        example = curl_command(deployment.plan, prompt=DEFAULT_PROMPT, max_tokens=_NUM_TOKENS, stream=True)
+        console.print(example, markup=False, soft_wrap=True, style="dim")
         report = await verifier.verify(DEFAULT_PROMPT, max_tokens=_NUM_TOKENS)
     finally:
         verifier.close()
@@ -95,15 +97,3 @@ async def _show(deployment: Deployment, console: Console) -> None:
     draw_evidence(console, report)
     draw_verdict(console, report)
     check_report(report)
-
-
-def _curl(plan: DeploymentPlan) -> str:
-    body = {
-        "model": plan.served_name,
-        "prompt": DEFAULT_PROMPT,
-        "max_tokens": _NUM_TOKENS,
-        "temperature": 0,
-        "stream": True,
-    }
-    text = msgspec.json.encode(body).decode()
-    return f"curl {plan.gateway_url}/v1/completions -H 'Content-Type: application/json' -d '{text}'"

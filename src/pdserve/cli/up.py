@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import subprocess
 import sys
@@ -112,15 +113,14 @@ def announce(deployment: Deployment, console: Console) -> None:
         f"serving [bold]{plan.served_name}[/bold] at [bold]{plan.gateway_url}[/bold], admin at {plan.admin_url}"
     )
     console.print(f"logs in {deployment.log_dir}\n", soft_wrap=True)
-    console.print(curl_command(plan), markup=False, soft_wrap=True)
+    example = curl_command(plan, prompt="The capital of France is", max_tokens=16)
+    console.print(example, markup=False, soft_wrap=True)
     console.print()
 
 
-def curl_command(plan: DeploymentPlan) -> str:
-    """Ready to paste."""
-    body = (
-        f'{{"model": "{plan.served_name}", "prompt": "The capital of France is", "max_tokens": 16, "temperature": 0}}'
-    )
+def curl_command(plan: DeploymentPlan, **fields: object) -> str:
+    """A completion with these fields, ready to paste."""
+    body = json.dumps({"model": plan.served_name, **fields, "temperature": 0})
     return f"curl {plan.gateway_url}/v1/completions -H 'Content-Type: application/json' -d '{body}'"
 
 

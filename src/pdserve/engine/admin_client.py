@@ -26,10 +26,6 @@ class AdminClient:
         """One request that is at its end."""
         return await self._read(f"/requests/{request_id}", RequestRecord)
 
-    async def last_requests(self, num_requests: int) -> list[RequestRecord]:
-        """The newest requests first."""
-        return await self._read(f"/requests?last={num_requests}", list[RequestRecord])
-
     def close(self) -> None:
         """Close the connection."""
         self._client.close()

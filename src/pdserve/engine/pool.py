@@ -84,6 +84,7 @@ class Pair:
 class _Member:
     def __init__(self, client: EngineClient) -> None:
         self.client = client
+        self.state = EngineState.STARTING
         self.is_up = False
         self.generation = 0
         """Counts its lives: what was proven of an earlier one says nothing of this one."""
@@ -128,7 +129,7 @@ class EnginePool:
             EngineSnapshot(
                 member.client.address,
                 num_in_flight=member.client.num_in_flight,
-                is_healthy=not member.is_suspect and self._state(member) is EngineState.READY,
+                is_healthy=not member.is_suspect and member.state is EngineState.READY,
             )
             for member in self._members.values()
         ]
@@ -140,7 +141,7 @@ class EnginePool:
     def state_of(self, name: EngineName) -> tuple[EngineState, str]:
         """An engine's state and, where it is not ready, why."""
         member = self._members[name]
-        return self._state(member), "" if member.is_up else member.cause
+        return member.state, "" if member.is_up else member.cause
 
     def names(self) -> list[EngineName]:
         """Every engine, prefill first as configured."""
@@ -188,7 +189,7 @@ class EnginePool:
             if member.client.address in {pair.prefill, pair.decode}:
                 pair.state, pair.cause = PairState.UNTRIED, ""
                 pair.moved.set()
-        self.changed.set()
+        self._settle()
 
     async def _watch_pair(self, pair: Pair) -> None:
         """Prove it whenever both engines are up and it is not proven."""
@@ -220,9 +221,15 @@ class EnginePool:
         if state is not PairState.PROVEN and (state, cause) != (pair.state, pair.cause):
             _logger.warning("%s -> %s is %s: %s", pair.prefill.name, pair.decode.name, state, cause)
         pair.state, pair.cause, pair.first_handoff_s = state, cause, first_handoff_s
+        self._settle()
+
+    def _settle(self) -> None:
+        """Something changed: work out every engine's state, here and not at each request's snapshot."""
+        for member in self._members.values():
+            member.state = self._state_of(member)
         self.changed.set()
 
-    def _state(self, member: _Member) -> EngineState:
+    def _state_of(self, member: _Member) -> EngineState:
         if not member.is_up:
             return EngineState.STARTING if member.generation == 0 else EngineState.DOWN
         partners = [

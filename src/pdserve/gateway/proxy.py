@@ -14,14 +14,13 @@ import logging
 import secrets
 from typing import TYPE_CHECKING
 
-from pdserve.core import Evidence, PrefillPlace, RemotePrefill
+from pdserve.core import Evidence, PrefillPlace, RemotePrefill, Role
 from pdserve.errors import (
     ClientStalled,
     EngineError,
     EngineStatus,
     EngineTimeout,
     EngineUnreachable,
-    NoEligibleEngine,
     Reason,
     RequestError,
 )
@@ -197,12 +196,9 @@ class _Exchange:
                 pool.report_unreachable(decision.decode.name)
                 unreachable.add(decision.decode.name)
                 others = [engine for engine in pool.snapshots() if engine.address.name not in unreachable]
-                try:
-                    decode = self._proxy.policy.decide(facts, others).decode
-                except NoEligibleEngine:
-                    decode = None
-                if decode is None:
+                if not any(engine.address.role == Role.DECODE and engine.is_healthy for engine in others):
                     raise
+                decode = self._proxy.policy.decide(facts, others).decode
                 decision = self._decision = dataclasses.replace(decision, decode=decode)
 
     def _check_handoff(self, decode: EngineAddress) -> None:

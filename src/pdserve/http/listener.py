@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Self
 
 import uvicorn
 
+from pdserve.config import http_url
 from pdserve.errors import ConfigError
 from pdserve.http.server import ServerConnection
 
@@ -76,8 +77,7 @@ class Listener:
     def url(self) -> str:
         """Where the listener is reached from this machine."""
         host, port = self._sock.getsockname()[:2]
-        host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)  # noqa: S104
-        return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+        return http_url(host, port)
 
     @property
     def num_connections(self) -> int:

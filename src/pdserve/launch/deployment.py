@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from pdserve.config import http_url
 from pdserve.core import EngineAddress, EngineName, Role
 from pdserve.engine.admin_client import AdminClient
 from pdserve.errors import ConfigError, EngineError, EngineNotReady, LaunchError
@@ -92,12 +93,12 @@ class DeploymentPlan:
     @property
     def gateway_url(self) -> str:
         """Where clients connect."""
-        return _url(self.config.gateway.host, self.config.gateway.port)
+        return http_url(self.config.gateway.host, self.config.gateway.port)
 
     @property
     def admin_url(self) -> str:
         """Where the operator connects."""
-        return _url(self.config.gateway.admin_host, self.config.admin_port)
+        return http_url(self.config.gateway.admin_host, self.config.admin_port)
 
     def gateway_command(self, config_path: Path) -> EngineCommand:
         """The gateway runs as a process of its own, supervised like the engines."""
@@ -332,8 +333,3 @@ def _context_limit(model_path: Path) -> int | None:
         return parse_context_limit((model_path / "config.json").read_bytes())
     except OSError:
         return None
-
-
-def _url(host: str, port: int) -> str:
-    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)  # noqa: S104 - what is replaced
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"

@@ -12,6 +12,7 @@ import shlex
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from pdserve.config import http_url, reachable_host
 from pdserve.core import EngineAddress, EngineName, Role
 from pdserve.errors import ConfigError
 from pdserve.launch.flags import check_args, check_env, merge_args, render_arg
@@ -44,10 +45,6 @@ SHARED_GPU_NOTE = (
 )
 VLLM_LEASE_S = 30.0
 """vLLM's own `kv_lease_duration` (nixl/base_scheduler.py in 0.32)."""
-
-LOOPBACKS = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}  # noqa: S104 - these are what is replaced
-"""Where to reach an engine that listens everywhere. vLLM advertises the side channel's host as it is: a D that is told 0.0.0.0
-connects to itself."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,15 +113,15 @@ def plan_engines(
         libraries = {**_preload(install.libiomp5, preloaded), **_library_path(install.library_path, library_path)}
         profiles = _cpu_profiles(seats, hardware, libraries=libraries, limit=context_limit)
     host = config.engines.host
-    reachable = LOOPBACKS.get(host, host)
     return tuple(
         _command(
             seat,
             profile,
             prefix=install.argv(model_path),
             flags={"served-model-name": served_name, "host": host, "port": port},
-            url=f"http://{f'[{reachable}]' if ':' in reachable else reachable}:{port}",
-            side_channel=(reachable, side_channel_port),
+            url=http_url(host, port),
+            # vLLM advertises the side channel's host as it is: a D that is told 0.0.0.0 connects to itself.
+            side_channel=(reachable_host(host), side_channel_port),
             lease_s=config.timeouts.kv_lease,
         )
         for seat, profile, port, side_channel_port in zip(seats, profiles, ports.http, ports.side_channel, strict=True)

@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from pdserve.protocol.openai import NOT_JSON, Fields, join, try_split
+from pdserve.protocol.openai import LIMIT_FIELDS, NOT_JSON, Fields, join, try_split
 
 _PREFILL_PARAMS = msgspec.Raw(
     b'{"do_remote_decode":true,"do_remote_prefill":false,"remote_engine_id":null,'
@@ -20,8 +20,6 @@ _PREFILL_PARAMS = msgspec.Raw(
 _ONE = msgspec.Raw(b"1")
 _FALSE = msgspec.Raw(b"false")
 
-_LIMIT_FIELDS = ("max_completion_tokens", "max_output_tokens")
-"""Beside `max_tokens`, which is always set: a limit left standing would make P decode the whole answer."""
 _DROPPED_ON_PREFILL = ("stream_options", "min_tokens")
 """`min_tokens` above `max_tokens` is a 400, and so are stream options without a stream."""
 
@@ -92,10 +90,9 @@ class UnusableHandoff(Exception):
 def prefill_fields(fields: Fields) -> Fields:
     """The P leg: the same prompt, one token, not streamed, KV to be kept."""
     leg = {name: value for name, value in fields.items() if name not in _DROPPED_ON_PREFILL}
+    # A limit left standing in any spelling would make P decode the whole answer.
+    leg |= {name: _ONE for name in LIMIT_FIELDS if name in leg}
     leg["max_tokens"] = _ONE
-    for name in _LIMIT_FIELDS:
-        if name in leg:
-            leg[name] = _ONE
     leg["stream"] = _FALSE
     leg["kv_transfer_params"] = _PREFILL_PARAMS
     return leg

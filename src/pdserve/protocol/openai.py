@@ -28,7 +28,8 @@ _NULL = b"null"
 _ONES = frozenset({b"1", _NULL})
 _FALSES = frozenset({b"false", _NULL})
 _BOOLS = frozenset({b"true", b"false", _NULL})
-_LIMIT_FIELDS = ("max_tokens", "max_completion_tokens", "max_output_tokens", "min_tokens")
+LIMIT_FIELDS = ("max_tokens", "max_completion_tokens", "max_output_tokens")
+"""Every spelling of how long an answer may get."""
 _FIRST_ELEMENT_IS_NESTED = re.compile(rb'\[\s*["\[]')
 
 
@@ -175,7 +176,7 @@ def _has_many_prompts(prompt: msgspec.Raw) -> bool:
 
 
 def _are_limits_plain(fields: Fields) -> bool:
-    return all(_is_absent(fields, name) or bytes(fields[name]).isdigit() for name in _LIMIT_FIELDS)
+    return all(_is_absent(fields, name) or bytes(fields[name]).isdigit() for name in (*LIMIT_FIELDS, "min_tokens"))
 
 
 def _are_stream_options_plain(fields: Fields) -> bool:
