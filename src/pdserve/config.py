@@ -7,10 +7,11 @@ key, a value of the wrong type or one out of range is a ConfigError that names f
 from __future__ import annotations
 
 import difflib
+import ipaddress
 import json
 import re
 import tomllib
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 from urllib.parse import urlsplit
 
 import msgspec
@@ -31,6 +32,9 @@ ArgValue = str | int | float | bool | list[str | int | float] | dict[str, object
 _REACHABLE = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}  # noqa: S104 - these are what is replaced
 _IS_URL = re.compile(r"[!-~]+")
 """Printable ASCII without spaces: the address goes into request headers as it is."""
+_IS_HOST_NAME = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_.-]{0,252})?")
+_LOOKS_NUMERIC = re.compile(r"[0-9.]+|0[xX].*")
+"""A mistyped address: no host has such a name, and some resolvers read one out of it all the same."""
 
 
 class _Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -49,6 +53,18 @@ class GatewayConfig(_Section, frozen=True):
     The admin listener answers who the engines are and what became of a request.
     """
     max_body_bytes: Annotated[int, msgspec.Meta(ge=1)] = 64 * 1024 * 1024
+    api_keys_file: str | None = None
+    """Lines of `name:key`; with it, or with PDSERVE_API_KEYS, clients need a key. No key stands in this file itself."""
+    tls_cert: str | None = None
+    """The certificate with its chain, PEM; clients then connect by HTTPS. `tls_key` is its key."""
+    tls_key: str | None = None
+    tls_ca: str | None = None
+    """What pdserve's own commands trust when they ask this gateway, where the system does not know its CA."""
+
+    @property
+    def is_tls(self) -> bool:
+        """Whether clients connect by HTTPS."""
+        return self.tls_cert is not None
 
 
 class TimeoutsConfig(_Section, frozen=True):
@@ -61,6 +77,8 @@ class TimeoutsConfig(_Section, frozen=True):
     """From sending the D leg to the first byte of D's answer."""
     whole_answer: Seconds = 1800.0
     """The same for an answer that is not streamed: vLLM sends nothing of it before its last token."""
+    total: Seconds = 3600.0
+    """A whole request, from its last byte in to its answer's last byte out."""
     silence: Seconds = 120.0
     """Between two pieces of D's answer; also how long a client may leave its answer unread."""
     kv_lease: Seconds = 30.0
@@ -69,6 +87,38 @@ class TimeoutsConfig(_Section, frozen=True):
     """A handoff older than the lease less this is not sent to D: its blocks may hold another request's KV by then."""
     shutdown: Seconds = 30.0
     """How long open requests may go on after a stop was asked for."""
+
+
+class AdmissionConfig(_Section, frozen=True):
+    """`[admission]`: how much work the gateway takes on at once."""
+
+    max_concurrent: Annotated[int, msgspec.Meta(ge=1)] = 4096
+    """Requests under way; each choice of a request that asks for several counts."""
+    max_queued: Annotated[int, msgspec.Meta(ge=0)] = 4096
+    """Requests that wait for their turn; one more is refused with 429."""
+    max_wait: Seconds = 60.0
+    """Seconds that a request may wait for its turn."""
+
+
+class RetriesConfig(_Section, frozen=True):
+    """`[retries]`: what happens to a request whose leg failed before a byte had gone to the client."""
+
+    max_attempts: Annotated[int, msgspec.Meta(ge=1, le=10)] = 3
+    """How often a leg to one role may be tried; 1 tries nothing again."""
+    budget: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.2
+    """Retries may be this share of the requests: an outage must not be answered with a multiple of the load."""
+    without_prefill: Literal["decode_alone", "error"] = "decode_alone"
+    """What to do when no prefill engine gave a usable handoff: let D compute the prompt too, or answer the error."""
+
+
+class BreakerConfig(_Section, frozen=True):
+    """`[breaker]`: when an engine that answers its health check but fails its requests is left alone for a while."""
+
+    failures: Annotated[int, msgspec.Meta(ge=1)] = 5
+    """Failed legs in a row that open it."""
+    open: Seconds = 5.0
+    """Seconds until one request may try the engine again; doubled with each try that fails."""
+    max_open: Seconds = 60.0
 
 
 class EnginesConfig(_Section, frozen=True):
@@ -84,6 +134,10 @@ class EnginesConfig(_Section, frozen=True):
     host: str = "127.0.0.1"
     first_port: Port = 8100
     first_side_channel_port: Port = 5600
+    api_key_file: str | None = None
+    """The key that engines ask for, alone in a file. Beaten by PDSERVE_ENGINE_API_KEY."""
+    ca_file: str | None = None
+    """What is trusted for engines with https URLs, PEM; default: what the system trusts."""
 
 
 class RoleConfig(_Section, frozen=True):
@@ -96,6 +150,13 @@ class RoleConfig(_Section, frozen=True):
     """Engines that someone else started. Only `pdserve gateway` reads this."""
 
 
+class PrefillConfig(RoleConfig, frozen=True):
+    """`[prefill]` alone."""
+
+    side_channel_hosts: list[str] = []
+    """Names, addresses and networks (10.0.0.0/16) that a handoff may send D to, beside the hosts of the P engines' URLs."""
+
+
 class Config(_Section, frozen=True):
     """The whole file."""
 
@@ -105,8 +166,11 @@ class Config(_Section, frozen=True):
     served_model_name: str | None = None
     gateway: GatewayConfig = GatewayConfig()
     timeouts: TimeoutsConfig = TimeoutsConfig()
+    admission: AdmissionConfig = AdmissionConfig()
+    retries: RetriesConfig = RetriesConfig()
+    breaker: BreakerConfig = BreakerConfig()
     engines: EnginesConfig = EnginesConfig()
-    prefill: RoleConfig = RoleConfig()
+    prefill: PrefillConfig = PrefillConfig()
     decode: RoleConfig = RoleConfig()
 
     @property
@@ -157,6 +221,10 @@ def check_config(config: Config, *, source: str) -> None:
             f"{source}: timeouts.kv_lease_margin = {config.timeouts.kv_lease_margin} leaves nothing of "
             f"timeouts.kv_lease = {config.timeouts.kv_lease}: every handoff would count as stale"
         )
+    if (config.gateway.tls_cert is None) != (config.gateway.tls_key is None):
+        raise ConfigError(f"{source}: gateway.tls_cert and gateway.tls_key go together; set both or neither")
+    for host in config.prefill.side_channel_hosts:
+        _check_side_channel_host(host, source=source)
     for role in ("prefill", "decode"):
         for url in getattr(config, role).urls:
             check_url(url, source=f"{source}: {role}.urls")
@@ -178,15 +246,26 @@ def check_url(url: str, *, source: str) -> str:
     return stripped
 
 
+def _check_side_channel_host(host: str, *, source: str) -> None:
+    """A network must be one, with no bits behind its mask; a name must not be a URL or a host with a port."""
+    try:
+        ipaddress.ip_network(host)
+    except ValueError as exc:
+        if _IS_HOST_NAME.fullmatch(host) and not _LOOKS_NUMERIC.fullmatch(host):
+            return
+        advice = "write a host's name, an address such as 10.0.0.7 or fd00::7, or a network such as 10.0.0.0/16"
+        raise ConfigError(f"{source}: prefill.side_channel_hosts: {host!r}: {advice}") from exc
+
+
 def reachable_host(host: str) -> str:
     """Where to reach, from this machine, what listens on a host: one that means every address is none to connect to."""
     return _REACHABLE.get(host, host)
 
 
-def http_url(host: str, port: int) -> str:
+def http_url(host: str, port: int, *, is_tls: bool = False) -> str:
     """The URL of what listens there, as it is reached from this machine."""
-    host = reachable_host(host)
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    host, scheme = reachable_host(host), "https" if is_tls else "http"
+    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
 
 
 def _refuse_unknown_keys(table: dict[str, object], section: type[msgspec.Struct], *, source: str, where: str) -> None:

@@ -31,7 +31,17 @@ class AloneReason(enum.StrEnum):
     BEAM_SEARCH = "beam_search"
     UNUSUAL_FIELDS = "unusual_fields"
     """A limit or a flag is spelled so that only the engine can say what it means."""
+    MANY_PARTS = "many_parts"
+    """More choices and prompts than the gateway takes apart."""
+    PREVIOUS_RESPONSE = "previous_response"
+    """The conversation so far lies in the memory of one decode engine."""
+    BACKGROUND = "background"
+    BUILTIN_TOOLS = "builtin_tools"
+    """The engine may generate several times for one request, and a handoff is good for one."""
     NO_PREFILL_ENGINE = "no_prefill_engine"
+    NO_PROVEN_PAIR = "no_proven_pair"
+    ATTEMPTS_FAILED = "attempts_failed"
+    """The handoff was tried and failed; one engine alone is the last resort."""
 
 
 class PrefillPlace(enum.StrEnum):
@@ -82,6 +92,9 @@ class EngineSnapshot:
     num_in_flight: int
     """Legs that this gateway has open on the engine."""
     is_healthy: bool
+    """Whether it may be given new work."""
+    partners: frozenset[EngineName] = frozenset()
+    """A prefill engine's decode engines that its handoffs are known to reach."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +105,10 @@ class RequestFacts:
     is_stream: bool
     alone_reason: AloneReason | None
     """Set when the request's shape allows no remote prefill."""
+    priority: int = 0
+    """As vLLM has it: lower goes first."""
+    is_repeatable: bool = True
+    """False where an engine keeps something of the request: sent twice, it would be kept twice."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,9 @@
       VerifyFailed                    exit 1: KV did not move, or the answers differ
       RequestError                    has a status and a reason; becomes an OpenAI error body
         InvalidRequest 4xx            the client's fault
+        Overloaded 429                the queue is full, or a turn did not come in time
         NoEligibleEngine 503
+        DeadlinePassed 504            the request as a whole took too long
         ClientStalled                 the client stopped reading; it is hung up on
         EngineError                   an engine's fault, with its role and URL
           EngineUnreachable 502
@@ -23,6 +25,10 @@ This module knows no wire format and no terminal: who shows an error decides how
 from __future__ import annotations
 
 import enum
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 
 class Reason(enum.StrEnum):
@@ -31,16 +37,28 @@ class Reason(enum.StrEnum):
     MALFORMED_HTTP = "malformed_http"
     MALFORMED_JSON = "malformed_json"
     INVALID_FIELD = "invalid_field"
+    UNAUTHORIZED = "unauthorized"
     BODY_TOO_LARGE = "body_too_large"
     HEADERS_TOO_LARGE = "headers_too_large"
     NOT_FOUND = "not_found"
     METHOD_NOT_ALLOWED = "method_not_allowed"
+    REQUEST_TIMEOUT = "request_timeout"
+    QUEUE_FULL = "queue_full"
+    QUEUE_TIMEOUT = "queue_timeout"
     NO_ENGINE = "no_engine"
+    DEADLINE = "deadline"
+    CONNECT_TIMEOUT = "connect_timeout"
+    PREFILL_TIMEOUT = "prefill_timeout"
+    FIRST_BYTE_TIMEOUT = "first_byte_timeout"
+    SILENCE_TIMEOUT = "silence_timeout"
     ENGINE_UNREACHABLE = "engine_unreachable"
     ENGINE_TIMEOUT = "engine_timeout"
+    """One of pdserve's own questions to an engine, such as /health or /metrics."""
     ENGINE_PROTOCOL = "engine_protocol"
     ENGINE_STATUS = "engine_status"
     ENGINE_BROKE_OFF = "engine_broke_off"
+    WRONG_CONTEXT = "wrong_context"
+    """D counted other prompt tokens than P: the KV that it continued was not this prompt's."""
     CLIENT_STALLED = "client_stalled"
     INTERNAL = "internal"
 
@@ -104,6 +122,21 @@ class NoEligibleEngine(RequestError):
         super().__init__(message, status=503, reason=reason)
 
 
+class Overloaded(RequestError):
+    """The gateway has as much work as it may have; the client should come again after `retry_after_s`."""
+
+    def __init__(self, message: str, *, reason: Reason, retry_after_s: int = 1) -> None:
+        super().__init__(message, status=429, reason=reason)
+        self.retry_after_s = retry_after_s
+
+
+class DeadlinePassed(RequestError):
+    """The request as a whole took longer than `timeouts.total`."""
+
+    def __init__(self, timeout_s: float) -> None:
+        super().__init__(f"the request did not end within {timeout_s:g} s", status=504, reason=Reason.DEADLINE)
+
+
 class ClientStalled(RequestError):
     """The client has not read for so long that its request is given up."""
 
@@ -130,21 +163,31 @@ class EngineUnreachable(EngineError):
 class EngineTimeout(EngineError):
     """The engine was silent for longer than its deadline."""
 
-    def __init__(self, message: str, *, engine: str) -> None:
-        super().__init__(message, engine=engine, status=504, reason=Reason.ENGINE_TIMEOUT)
+    def __init__(self, message: str, *, engine: str, reason: Reason = Reason.ENGINE_TIMEOUT) -> None:
+        super().__init__(message, engine=engine, status=504, reason=reason)
 
 
 class EngineProtocolError(EngineError):
     """The engine answered something that is not HTTP, not JSON, or not what vLLM answers."""
 
-    def __init__(self, message: str, *, engine: str) -> None:
-        super().__init__(message, engine=engine, status=502, reason=Reason.ENGINE_PROTOCOL)
+    def __init__(self, message: str, *, engine: str, reason: Reason = Reason.ENGINE_PROTOCOL) -> None:
+        super().__init__(message, engine=engine, status=502, reason=reason)
 
 
 class EngineStatus(EngineError):
     """The engine answered with an error of its own; `body` is what it said, and the client gets it as it came."""
 
-    def __init__(self, *, engine: str, status: int, content_type: bytes, body: bytes) -> None:
+    def __init__(
+        self,
+        *,
+        engine: str,
+        status: int,
+        content_type: bytes,
+        body: bytes,
+        headers: Sequence[tuple[bytes, bytes]] = (),
+    ) -> None:
         super().__init__(f"answered {status}", engine=engine, status=status, reason=Reason.ENGINE_STATUS)
         self.content_type = content_type
         self.body = body
+        self.headers = headers
+        """Those of its headers that tell the client what to do, such as retry-after."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import itertools
 import json
 import socket
@@ -12,9 +13,11 @@ import pytest
 
 from pdserve.core import PrefillPlace
 from pdserve.engine.pool import PairState
-from pdserve.sim.faults import BreakOffAfter, ErrorStatus, HalfHandoff, IgnoreHandoff, NeverAnswer, Slow
+from pdserve.protocol import nixl
+from pdserve.sim.faults import BreakOffAfter, ErrorStatus, GarbageSse, HalfHandoff, IgnoreHandoff, NeverAnswer, Slow
 from pdserve.sim.settings import EngineSettings, Timing
-from split import MODEL, TIMEOUTS, Split, split
+from pdserve.telemetry.metrics import BREAKER_OPENED, HANDOFFS_REFUSED, PAIR_FAILURES, RELEASES
+from split import MODEL, TIMEOUTS, Split, split, until_ready
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -22,7 +25,10 @@ if TYPE_CHECKING:
     import httpx
 
     from pdserve.protocol.admin import RequestRecord
+    from pdserve.protocol.openai import Api
     from pdserve.sim.faults import Fault
+    from pdserve.sim.server import SeenRequest
+    from pdserve.sim.stand_in import StandIn
 
 _PATHS = ["/v1/completions", "/v1/chat/completions"]
 _PROMPT = "the quick brown fox jumps over the lazy dog and then once more over the same dog"
@@ -67,9 +73,22 @@ def _streamed_text(events: list[str]) -> str:
 
 async def _alone(deployment: Split, path: str, **fields: Any) -> dict[str, Any]:
     """What one engine alone answers: its prefix cache is kept out by a salt."""
+    return await _alone_at(deployment, deployment.decode.url, path, **fields)
+
+
+async def _alone_at(deployment: Split, url: str, path: str, **fields: Any) -> dict[str, Any]:
     body = _body(path, cache_salt="alone", **fields)
-    answer: dict[str, Any] = (await deployment.client.post(deployment.decode.url + path, json=body)).json()
+    answer: dict[str, Any] = (await deployment.client.post(url + path, json=body)).json()
     return answer
+
+
+def _asked(engine: StandIn) -> list[SeenRequest]:
+    """What an engine was asked by clients: neither proofs nor releases."""
+    return [
+        request
+        for request in engine.requests
+        if request.headers.get("x-request-id", "").startswith("pd-")
+    ]
 
 
 # The good path
@@ -166,9 +185,7 @@ async def test_a_clients_own_handoff_never_reaches_an_engine(pair: Split, hidden
     assert pair.prefill.requests[-1].fields["kv_transfer_params"]["do_remote_prefill"] is False
 
 
-@pytest.mark.parametrize(
-    "fields", [{"n": 2, "temperature": 1}, {"prompt": ["a b c", "d e f"]}, {"echo": True}, {"prompt_logprobs": 1}]
-)
+@pytest.mark.parametrize("fields", [{"n": "2", "temperature": 1}, {"echo": True}, {"prompt_logprobs": 1}])
 async def test_what_one_handoff_cannot_stand_for_goes_to_d_alone(pair: Split, fields: dict[str, Any]) -> None:
     """P never sees it, and the header says that this was decided."""
     num_seen = len(pair.prefill.requests)
@@ -279,7 +296,8 @@ async def test_where_p_fails_d_answers_alone(pair: Split, fault: Fault, says: st
     assert text == _text(await _alone(pair, "/v1/completions"))
     assert response.headers["x-pdserve-prefill"] == "local"
     assert says in _record(pair, response).cause
-    assert "kv_transfer_params" not in pair.decode.requests[-2].fields
+    asked = [request.fields for request in pair.decode.requests if not request.fields["prompt"].startswith("Pair ")]
+    assert all("kv_transfer_params" not in fields for fields in asked)
 
 
 async def test_a_connection_that_p_closed_while_it_was_idle_is_replaced(pair: Split) -> None:
@@ -314,7 +332,7 @@ async def test_what_p_refuses_is_the_clients_to_mend(pair: Split, fields: dict[s
 
 
 async def test_a_stale_handoff_is_not_sent(monkeypatch: pytest.MonkeyPatch) -> None:
-    """vLLM would answer 200 with another request's context; here P is told to free, and D computes the prompt."""
+    """vLLM would answer 200 with another request's context; here P is told to free and asked again, then D computes it."""
     timeouts = TIMEOUTS.__class__(kv_lease=2.0, kv_lease_margin=1.5)
     async with split(timeouts=timeouts) as deployment:
         ticks = itertools.count()
@@ -323,33 +341,141 @@ async def test_a_stale_handoff_is_not_sent(monkeypatch: pytest.MonkeyPatch) -> N
         assert "old and its blocks are sure for 0.5 s only" in _record(deployment, response).cause
         assert response.headers["x-pdserve-prefill"] == "local"
         await deployment.settle()
-        assert deployment.gateway.journal.num_released == 1
+        assert deployment.gateway.proxy.tally.value(HANDOFFS_REFUSED, "expired") == 3
+        assert deployment.gateway.proxy.tally.value(RELEASES, "released") == 3
         assert deployment.prefill.num_held_blocks == 0
+
+
+async def test_a_handoff_that_grew_old_once_is_fetched_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A fresh P leg, and KV moves after all."""
+    timeouts = TIMEOUTS.__class__(kv_lease=2.0, kv_lease_margin=1.5)
+    async with split(timeouts=timeouts) as deployment:
+        proxy, clock = deployment.gateway.proxy, deployment.gateway.proxy.clock
+        late_s = iter([0.0, 0.0, 0.0, 5.0])  # In the queue, the deadline, P's answer, and then the check of its age.
+        monkeypatch.setattr(proxy, "clock", lambda: clock() + next(late_s, 5.0))
+        response = await deployment.client.post("/v1/completions", json=_body())
+        assert response.headers["x-pdserve-prefill"] == "remote"
+        assert proxy.tally.value(HANDOFFS_REFUSED, "expired") == 1
+        await deployment.settle()
 
 
 # D fails
 
 
-async def test_a_d_that_fails_before_its_first_byte_frees_p(pair: Split) -> None:
-    """The client gets D's own error; P is told to free at once instead of when the lease ends."""
-    pair.decode.faults.inject(ErrorStatus(500))
+async def test_a_d_that_always_fails_before_its_first_byte_frees_p(pair: Split) -> None:
+    """The client gets D's own error in the end; P is told to free at once instead of when the lease ends."""
+    pair.decode.faults.inject(ErrorStatus(500), times=None)
     response = await pair.client.post("/v1/completions", json=_body())
     assert response.status_code == 500
     assert response.headers["x-pdserve-reason"] == "engine_status"
+    pair.decode.faults.clear()
     await pair.settle()
     assert pair.prefill.num_held_blocks == 0
-    assert pair.gateway.journal.num_released == 1
+    assert len(_asked(pair.prefill)) == 1
+    assert len(_asked(pair.decode)) == 3
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("fault", [ErrorStatus(500), BreakOffAfter(0), GarbageSse(0)])
+async def test_a_failed_d_is_replaced_and_gets_a_fresh_handoff(fault: Fault, stream: bool) -> None:  # noqa: FBT001
+    """P computes again, another D takes it over, the client sees nothing; no handoff is sent twice."""
+    if stream and isinstance(fault, GarbageSse):
+        pytest.skip("garbage in a stream is its first event")
+    async with split(num_decode=2) as deployment:
+        for engine in deployment.decodes:
+            engine.faults.inject(fault)
+        deployment.decodes[1].faults.clear()
+        responses = [await deployment.client.post("/v1/completions", json=_body(stream=stream)) for _ in range(2)]
+        texts = {_streamed_text(_events(one.text)) if stream else _text(one.json()) for one in responses}
+        assert texts == {_text(await _alone_at(deployment, deployment.decodes[1].url, "/v1/completions"))}
+        assert {_record(deployment, one).place for one in responses} == {PrefillPlace.REMOTE}
+        handed = [
+            request.fields["kv_transfer_params"]["remote_request_id"]
+            for engine in deployment.decodes
+            for request in _asked(engine)
+            if request.fields.get("kv_transfer_params") and request.fields["model"] == MODEL
+        ]
+        assert len(handed) == len(set(handed)) == 3
+        await deployment.settle()
+        assert deployment.prefill.num_held_blocks == 0
+
+
+async def test_the_only_d_is_tried_alone_after_a_failed_handoff(pair: Split) -> None:
+    """What failed between the two may not fail on D alone."""
+    pair.decode.faults.inject(ErrorStatus(500))
+    response = await pair.client.post("/v1/completions", json=_body())
+    assert _text(response.json()) == _text(await _alone(pair, "/v1/completions"))
+    assert response.headers["x-pdserve-prefill"] == "local"
+    assert "answered 500" in _record(pair, response).cause
+    assert _record(pair, response).num_failed_legs == 1
+    await pair.settle()
+
+
+async def test_a_busy_d_is_not_asked_twice(pair: Split) -> None:
+    """503 is D's word for come again later; the client gets it when there is nobody else."""
+    pair.decode.faults.inject(ErrorStatus(503))
+    response = await pair.client.post("/v1/completions", json=_body())
+    assert response.status_code == 503
+    assert len(_asked(pair.decode)) == 1
+    await pair.settle()
+
+
+async def test_a_pair_whose_handoffs_fail_is_left_alone_until_it_is_proven(pair: Split) -> None:
+    """After three in a row D computes alone, and says why; the proof then opens the pair again."""
+    for _ in range(3):
+        pair.decode.faults.inject(ErrorStatus(500))
+        await pair.client.post("/v1/completions", json=_body())
+    await until_ready(pair.gateway)
+    async with asyncio.timeout(10):
+        while pair.gateway.pool.pairs[0].state is not PairState.PROVEN:
+            await pair.gateway.pool.changed.wait()
+            pair.gateway.pool.changed.clear()
+    response = await pair.client.post("/v1/completions", json=_body())
+    assert response.headers["x-pdserve-prefill"] == "remote"
+    tally = pair.gateway.proxy.tally
+    assert tally.value(PAIR_FAILURES, "prefill-0", "decode-0") == 3
+    await pair.settle()
+
+
+async def test_an_engine_that_fails_its_requests_is_left_alone_for_a_while(pair: Split) -> None:
+    """Its health check may say what it likes."""
+    pair.decode.faults.inject(ErrorStatus(500), times=None)
+    for _ in range(2):
+        assert (await pair.client.post("/v1/completions", json=_body(echo=True))).status_code == 500
+    response = await pair.client.post("/v1/completions", json=_body(echo=True))
+    assert response.status_code == 503
+    assert response.headers["x-pdserve-reason"] == "no_engine"
+    assert response.headers["retry-after"] == "1"
+    assert pair.gateway.proxy.tally.value(BREAKER_OPENED, "decode-0") == 1
+
+
+async def test_a_prompt_that_d_counts_otherwise_is_never_answered(pair: Split, monkeypatch: pytest.MonkeyPatch) -> None:
+    """P and D with unlike templates: D would go on from another prompt's KV and answer 200. It is asked alone instead."""
+    parse = nixl.parse_handoff
+
+    def miscounted(api: Api, answer: bytes, *, now_s: float) -> nixl.Handoff:
+        handoff = parse(api, answer, now_s=now_s)
+        return dataclasses.replace(handoff, num_prompt_tokens=(handoff.num_prompt_tokens or 0) + 1)
+
+    monkeypatch.setattr(nixl, "parse_handoff", miscounted)
+    response = await pair.client.post("/v1/completions", json=_body())
+    assert response.status_code == 200
+    assert response.headers["x-pdserve-prefill"] == "local"
+    assert "wrong context" in _record(pair, response).cause
+    streamed = await pair.client.post("/v1/completions", json=_body(stream=True))
+    assert json.loads(_events(streamed.text)[-1])["error"]["code"] == "wrong_context"
+    await pair.settle()
 
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_silent_d_meets_its_deadline(stream: bool) -> None:  # noqa: FBT001
     """504 with a reason, no status before it, and nothing is held on P."""
     async with split(timeouts=TIMEOUTS.__class__(first_byte=0.2, whole_answer=0.2)) as deployment:
-        deployment.decode.faults.inject(NeverAnswer())
+        deployment.decode.faults.inject(NeverAnswer(), times=None)
         response = await deployment.client.post("/v1/completions", json=_body(stream=stream))
         assert response.status_code == 504
         error = response.json()["error"]
-        assert error["code"] == "engine_timeout"
+        assert error["code"] == "first_byte_timeout"
         assert "decode engine decode-0" in error["message"]
         await deployment.settle()
         assert deployment.prefill.num_held_blocks == 0
@@ -400,7 +526,7 @@ async def test_a_stream_that_falls_silent_is_given_up() -> None:
     async with split(timeouts=TIMEOUTS.__class__(silence=0.2)) as deployment:
         object.__setattr__(deployment.decode.engine, "settings", settings)
         response = await deployment.client.post("/v1/completions", json=_body(stream=True))
-        assert json.loads(_events(response.text)[-1])["error"]["code"] == "engine_timeout"
+        assert json.loads(_events(response.text)[-1])["error"]["code"] == "silence_timeout"
         assert "the next piece did not come within 0.2 s" in response.text
 
 

@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from pdserve.http import server
+from pdserve.http.head import MAX_HEADERS
 from pdserve.http.listener import Listener, bind
-from pdserve.http.server import MAX_HEADERS, MAX_PIPELINED
+from pdserve.http.server import MAX_PIPELINED
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -271,3 +273,306 @@ async def test_a_stop_cancels_what_outlasts_its_limit() -> None:
         await asyncio.wait_for(app.streaming.wait(), 10)
         await asyncio.wait_for(listener.stop(), 10)
         await asyncio.wait_for(app.cancelled.wait(), 10)
+
+
+def _request(*lines: bytes, body: bytes = b"") -> bytes:
+    return b"\r\n".join((*lines, b"", b"")) + body
+
+
+_CHUNKED = (b"POST /a HTTP/1.1", b"host: x", b"transfer-encoding: chunked")
+_POST = (b"POST /a HTTP/1.1", b"host: x")
+_GET = (b"GET /a HTTP/1.1", b"host: x")
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        _request(*_POST, b"content-length: 1", b"transfer-encoding: chunked", body=b"0\r\n\r\n"),
+        _request(*_CHUNKED, b"content-length: 1", body=b"0\r\n\r\n"),
+        _request(*_POST, b"content-length: 2", b"content-length: 2", body=b"hi"),
+        _request(*_POST, b"content-length: 2", b"content-length: 1", body=b"hi"),
+        _request(*_POST, b"content-length: 2, 2", body=b"hi"),
+        _request(*_POST, b"content-length: -2", body=b"hi"),
+        _request(*_POST, b"content-length: +2", body=b"hi"),
+        _request(*_POST, b"content-length: 0x2", body=b"hi"),
+        _request(*_POST, b"content-length: 1 2", body=b"hi"),
+        _request(*_POST, b"content-length:", body=b"hi"),
+        _request(*_POST, b"content-length: 99999999999999999999", body=b"hi"),
+        _request(*_POST, b"transfer-encoding: chunked, identity", body=b"0\r\n\r\n"),
+        _request(*_POST, b"transfer-encoding: chunked, chunked", body=b"0\r\n\r\n"),
+        _request(*_CHUNKED, b"transfer-encoding: chunked", body=b"0\r\n\r\n"),
+        _request(*_CHUNKED, b"transfer-encoding: identity", body=b"0\r\n\r\n"),
+        _request(*_POST, b"transfer-encoding: \x0bchunked", body=b"0\r\n\r\n"),
+        _request(*_POST, b"transfer-encoding:", body=b"0\r\n\r\n"),
+        _request(b"POST /a HTTP/1.0", b"transfer-encoding: chunked", body=b"0\r\n\r\n"),
+        _request(*_CHUNKED, body=b"1 zz\r\nx\r\n0\r\n\r\n"),
+        _request(*_CHUNKED, body=b"1 \r\nx\r\n0\r\n\r\n"),
+        _request(*_CHUNKED, body=b"0x1\r\nx\r\n0\r\n\r\n"),
+        _request(*_CHUNKED, body=b"-1\r\nx\r\n0\r\n\r\n"),
+        _request(*_CHUNKED, body=b"+1\r\nx\r\n0\r\n\r\n"),
+        _request(*_CHUNKED, body=b"\r\nx\r\n0\r\n\r\n"),
+        _request(*_CHUNKED, body=b"1\nx\n0\n\n"),
+        _request(*_CHUNKED, body=b"1\r\nxy\r\n0\r\n\r\n"),
+        _request(*_CHUNKED, body=b"10000000000000000\r\nx\r\n0\r\n\r\n"),
+        _request(*_CHUNKED, body=b"1;a\nb\r\nx\r\n0\r\n\r\n"),
+        _request(*_CHUNKED, body=b"1;a\rb\r\nx\r\n0\r\n\r\n"),
+        _request(*_CHUNKED, body=b"1;a\0b\r\nx\r\n0\r\n\r\n"),
+        _request(*_CHUNKED, body=b"1\r\nx\r\n0\r\ncontent-length: 5\r\n\r\n"),
+        _request(*_CHUNKED, body=b"1\r\nx\r\n0\r\ntransfer-encoding: chunked\r\n\r\n"),
+        _request(*_GET, b"a: b", b" folded"),
+        _request(b"GET /a HTTP/1.1", b" host: x"),
+        b"GET /a HTTP/1.1\nhost: x\n\n",
+        b"GET /a HTTP/1.1\r\nhost: x\na: b\r\n\r\n",
+        b"GET /a HTTP/1.1\r\nhost: x\r\n\n",
+        b"GET /a HTTP/1.1\r\nhost: x\ra: b\r\n\r\n",
+        _request(*_GET, b"a: b\rc"),
+        _request(*_GET, b"a: b\0c"),
+        _request(*_GET, b"a: b\x01c"),
+        _request(*_GET, b"a: b\x7fc"),
+        _request(*_GET, b"a\0b: c"),
+        _request(*_GET, b"content-length : 0"),
+        _request(*_GET, b"a b: c"),
+        _request(*_GET, b": b"),
+        _request(*_GET, b"no colon"),
+        _request(b"GET /a HTTP/1.1"),
+        _request(*_GET, b"host: x"),
+        _request(*_GET, b"host: y"),
+        _request(b"GET /a HTTP/1.1", b"host: x, y"),
+        _request(b"GET /a HTTP/1.1", b"host: user@x"),
+        _request(b"GET /a HTTP/1.1", b"host: x/y"),
+        _request(b"GET /a HTTP/1.0", b"host: x", b"host: x"),
+        b"GET /a\r\n\r\n",
+        _request(b"GET /a HTTP/0.9"),
+        _request(b"GET /a HTTP/1.2", b"host: x"),
+        _request(b"GET /a http/1.1", b"host: x"),
+        b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
+        _request(b"GET * HTTP/1.1", b"host: x"),
+        _request(b"GET a HTTP/1.1", b"host: x"),
+        _request(b"GET /a#b HTTP/1.1", b"host: x"),
+        _request(b"GET /a b HTTP/1.1", b"host: x"),
+        _request(b"GET /\x01 HTTP/1.1", b"host: x"),
+        _request(b"GET /\xff HTTP/1.1", b"host: x"),
+        _request(b"GET ftp://x/a HTTP/1.1", b"host: x"),
+        _request(b"GET http:///a HTTP/1.1", b"host: x"),
+        _request(b"GET http://u@x/a HTTP/1.1", b"host: x"),
+        _request(b"get /a HTTP/1.1", b"host: x"),
+        b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03",
+    ],
+)
+async def test_what_could_be_read_in_two_ways_is_refused(data: bytes) -> None:
+    """A proxy in front may frame it otherwise, and what it takes for one request's body would be ours to answer as another."""
+    answer, app = await _answer(data)
+    assert answer.startswith(b"HTTP/1.1 400 ")
+    assert answer.count(b"HTTP/1.1 ") == 1
+    assert answer.endswith(b"malformed_http")
+    assert app.bodies == []
+
+
+@pytest.mark.parametrize(
+    ("data", "status"),
+    [
+        (_request(*_POST, b"transfer-encoding: gzip, chunked", body=b"0\r\n\r\n"), 501),
+        (_request(*_POST, b"transfer-encoding: identity", body=b"hi"), 501),
+        (_request(*_POST, b"transfer-encoding: xchunked", body=b"0\r\n\r\n"), 501),
+        (_request(b"GET /a HTTP/2.0", b"host: x"), 505),
+        (_request(*_GET, b"expect: a-miracle"), 417),
+        (_request(*_GET, b"expect: 100-continue, a-miracle"), 417),
+        (_request(b"CONNECT x:443 HTTP/1.1", b"host: x:443"), 405),
+    ],
+)
+async def test_what_is_asked_for_in_vain_is_said(data: bytes, status: int) -> None:
+    """Well-formed, and nothing that is done here."""
+    answer, app = await _answer(data)
+    assert answer.startswith(b"HTTP/1.1 %d " % status)
+    assert app.bodies == []
+
+
+@pytest.mark.parametrize(
+    ("data", "end"),
+    [
+        (_request(b"GET http://y/a?b=1 HTTP/1.1", b"host: x"), b"GET /a?b=1 "),
+        (_request(b"GET HTTPS://[::1]:80/a HTTP/1.1", b"host: x"), b"GET /a? "),
+        (_request(b"GET http://y HTTP/1.1", b"host: x"), b"GET /? "),
+        (_request(b"GET http://y?b HTTP/1.1", b"host: x"), b"GET /?b "),
+        (_request(b"OPTIONS * HTTP/1.1", b"host: x"), b"OPTIONS *? "),
+        (_request(b"OPTIONS http://y HTTP/1.1", b"host: x"), b"OPTIONS *? "),
+        (_request(b"GET /a HTTP/1.1", b"host:"), b"GET /a? "),
+        (_request(b"GET /a HTTP/1.1", b"host: [::1]:8192"), b"GET /a? "),
+        (_request(b"GET /a HTTP/1.0"), b"GET /a? "),
+        (_request(b"GET /a HTTP/1.0", b"expect: a-miracle"), b"GET /a? "),
+        (b"\r\n" + _request(*_GET), b"GET /a? "),
+        (_request(*_CHUNKED, body=b'1;a=b\r\nx\r\n01;c="d"\r\ny\r\n0\r\nt: u\r\n\r\n'), b"POST /a? xy"),
+        (_request(*_POST, b"Transfer-Encoding:\tChunked ", body=b"1\r\nx\r\n0\r\n\r\n"), b"POST /a? x"),
+        (_request(*_POST, b"content-length: 002 ", body=b"hi"), b"POST /a? hi"),
+    ],
+)
+async def test_what_is_unusual_and_plain_is_answered(data: bytes, end: bytes) -> None:
+    """Every form of target that a server must take (RFC 9112, 3.2), chunk extensions, trailers, spellings."""
+    async with _connected(_App()) as (client, _):
+        client.writer.write(data)
+        answer = await client.until(end)
+        assert answer.startswith(b"HTTP/1.1 200 ")
+
+
+async def test_what_follows_a_refused_request_is_not_read() -> None:
+    """Where the next request begins is not known any more: it may be the refused one's body."""
+    answer, app = await _answer(_request(*_GET, b"a : b") + _request(*_GET))
+    assert answer.count(b"HTTP/1.1 ") == 1
+    assert app.bodies == []
+
+
+async def test_a_refusal_waits_for_the_answers_before_it() -> None:
+    """A good request keeps its answer when something else comes behind it."""
+    app = _App()
+    async with _connected(app) as (client, _):
+        client.writer.write(_request(b"GET /hang HTTP/1.1", b"host: x") + _request(*_GET) + b"nonsense\r\n\r\n")
+        await asyncio.wait_for(app.streaming.wait(), 10)
+        app.release.set()
+        answer = await client.rest()
+        assert answer.count(b"HTTP/1.1 200 ") == 2
+        assert answer.endswith(b"malformed_http")
+
+
+async def test_what_follows_the_last_request_changes_nothing() -> None:
+    """A client that said `connection: close` gets its answer, whatever it goes on to send."""
+    app = _App()
+    async with _connected(app) as (client, _):
+        client.writer.write(_request(b"GET /hang HTTP/1.1", b"host: x", b"connection: close") + _request(*_GET))
+        await asyncio.wait_for(app.streaming.wait(), 10)
+        client.writer.write(b"nonsense\r\n\r\n")
+        app.release.set()
+        assert (await client.rest()).endswith(b"released")
+        assert len(app.bodies) == 1
+
+
+async def test_a_refused_upload_still_reads_its_refusal() -> None:
+    """Closing in the middle of a body would reset the connection, and the client would never see why."""
+    async with _connected(_App()) as (client, _):
+        client.writer.write(_request(*_POST, b"content-length: 9999999"))
+        for _ in range(64):
+            client.writer.write(b"x" * 65536)
+            await asyncio.sleep(0)
+        assert (await client.rest()).endswith(b"body_too_large")
+
+
+async def test_a_refused_client_is_not_listened_to_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The time for which the rest of a refused request is still taken ends."""
+    monkeypatch.setattr(server, "LINGER_S", 0.05)
+    async with _connected(_App()) as (client, _):
+        client.writer.write(b"nonsense\r\n\r\n")
+        assert (await client.rest()).endswith(b"malformed_http")
+        with pytest.raises(OSError):  # noqa: PT011 - a reset or a broken pipe, as the moment has it
+            async with asyncio.timeout(10):
+                while True:
+                    client.writer.write(b"more")
+                    await client.writer.drain()
+
+
+@pytest.mark.parametrize(
+    ("data", "limit", "said"),
+    [
+        (b"", "HEADER_TIMEOUT_S", b""),
+        (b"GET /a HT", "HEADER_TIMEOUT_S", b"request_timeout"),
+        (b"GET /a HTTP/1.1\r\nhost", "HEADER_TIMEOUT_S", b"request_timeout"),
+        (_request(*_POST, b"content-length: 9", body=b"hi"), "BODY_TIMEOUT_S", b"request_timeout"),
+        (_request(*_CHUNKED, body=b"0\r\n"), "BODY_TIMEOUT_S", b"request_timeout"),
+    ],
+)
+async def test_a_request_must_come_in_time(monkeypatch: pytest.MonkeyPatch, data: bytes, limit: str, said: bytes) -> None:
+    """A client that sends a byte a minute is told so and cut off; one that says nothing is only cut off."""
+    monkeypatch.setattr(server, limit, 0.05)
+    async with _connected(_App()) as (client, _):
+        client.writer.write(data)
+        answer = await client.rest()
+        assert answer.endswith(said)
+        assert answer.startswith(b"HTTP/1.1 408 ") or not said
+
+
+async def test_half_a_request_behind_an_answer_must_come_in_time_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What came of it during the answer before does not buy it the time of an idle connection."""
+    monkeypatch.setattr(server, "HEADER_TIMEOUT_S", 0.05)
+    async with _connected(_App()) as (client, _):
+        client.writer.write(_request(*_GET) + b"GET /")
+        assert b"request_timeout" in await client.rest()
+
+
+async def test_a_pipelined_client_that_waits_for_a_word_gets_it() -> None:
+    """`expect: 100-continue` behind another request is answered when its turn comes."""
+    app = _App()
+    async with _connected(app) as (client, _):
+        client.writer.write(_request(b"GET /hang HTTP/1.1", b"host: x"))
+        await asyncio.wait_for(app.streaming.wait(), 10)
+        client.writer.write(_request(*_POST, b"expect: 100-continue", b"content-length: 2"))
+        await asyncio.sleep(0)
+        app.release.set()
+        await client.until(b"released")
+        assert await client.until(b"\r\n\r\n") == b"HTTP/1.1 100 Continue\r\n\r\n"
+        client.writer.write(b"hi")
+        await client.until(b"/a? hi")
+
+
+async def test_a_client_that_has_no_more_to_send_gets_its_answer() -> None:
+    """Half-closed is not gone (RFC 9112, 9.6), for every request that it had sent."""
+    app = _App()
+    async with _connected(app) as (client, _):
+        client.writer.write(_request(b"GET /hang HTTP/1.1", b"host: x") + _request(*_GET))
+        client.writer.write_eof()
+        await asyncio.wait_for(app.streaming.wait(), 10)
+        assert await client.until(b"\r\n\r\n") == b"HTTP/1.1 100 Continue\r\n\r\n"
+        app.release.set()
+        answer = await client.rest()
+        assert b"released" in answer
+        assert answer.endswith(b"GET /a? ")
+
+
+async def test_a_half_closed_client_that_leaves_cancels_its_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once it is gone altogether, the application hears of it, though its machine says nothing by itself."""
+    monkeypatch.setattr(server, "PROBE_INTERVAL_S", 0.05)
+    app = _App()
+    async with _connected(app) as (client, _):
+        client.writer.write(_request(b"GET /hang HTTP/1.1", b"host: x"))
+        client.writer.write_eof()
+        await asyncio.wait_for(app.streaming.wait(), 10)
+        await client.until(b"\r\n\r\n")
+        assert not app.cancelled.is_set()
+        client.writer.transport.abort()
+        await asyncio.wait_for(app.cancelled.wait(), 10)
+
+
+@pytest.mark.parametrize("version", [b"1.0", b"1.1"])
+async def test_a_client_that_closes_in_order_cancels_its_request(version: bytes) -> None:
+    """A close without a reset looks like half of one, until something is sent to it."""
+    app = _App()
+    async with _connected(app) as (client, _):
+        client.writer.write(_request(b"GET /hang HTTP/" + version, b"host: x"))
+        await asyncio.wait_for(app.streaming.wait(), 10)
+        client.writer.close()
+        await asyncio.wait_for(app.cancelled.wait(), 10)
+
+
+async def test_a_client_that_reads_nothing_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last bytes of a closing connection must go somewhere."""
+    monkeypatch.setattr(server, "FLUSH_INTERVAL_S", 0.05)
+    app = _App()
+    app.resumed.set()
+    async with _connected(app) as (client, listener):
+        client.writer.transport.pause_reading()
+        client.writer.write(_request(b"GET /flood HTTP/1.1", b"host: x", b"connection: close"))
+        await asyncio.wait_for(app.paused.wait(), 10)
+        async with asyncio.timeout(10):
+            while listener.num_connections:
+                await asyncio.sleep(0.01)
+
+
+async def test_a_stop_waits_for_a_request_that_is_half_here() -> None:
+    """Its client has begun to send and cannot know; it is answered, and told that the connection closes."""
+    async with _connected(_App(), shutdown_s=10) as (client, listener):
+        client.writer.write(_request(*_POST, b"content-length: 2", b"expect: 100-continue"))
+        await client.until(b"\r\n\r\n")
+        stopping = asyncio.create_task(listener.stop())
+        await asyncio.sleep(0.2)  # uvicorn tells its connections a moment after it stops listening
+        client.writer.write(b"hi")
+        answer = await client.rest()
+        assert answer.endswith(b"POST /a? hi")
+        assert b"connection: close\r\n" in answer
+        await asyncio.wait_for(stopping, 10)

@@ -314,7 +314,8 @@ async def test_refusals(client: httpx.AsyncClient, fields: dict[str, Any], statu
         ({"messages": []}, None),
         ({"messages": "hello"}, "body.messages"),
         ({"tools": []}, "tools"),
-        ({"tools": [{"type": "function"}]}, None),
+        ({"tools": [{"type": "function"}]}, "body.tools.0.function"),
+        ({"tool_choice": "required"}, "tool_choice"),
         ({"top_logprobs": 2}, "top_logprobs"),
     ],
 )

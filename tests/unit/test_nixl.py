@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from typing import Any
 
@@ -11,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pdserve.protocol import nixl, openai
-from pdserve.protocol.nixl import UnusableHandoff
+from pdserve.protocol.nixl import Handoff, UnusableHandoff
+from pdserve.protocol.openai import Api
 
 HANDOFF: dict[str, Any] = {
     "do_remote_prefill": True,
@@ -37,9 +39,13 @@ def _fields(**fields: Any) -> openai.Fields:
     return openai.split_request(json.dumps({"model": "m", "prompt": "p", **fields}).encode())
 
 
-def _leg(**fields: Any) -> dict[str, Any]:
-    leg: dict[str, Any] = json.loads(openai.join(nixl.prefill_fields(_fields(**fields))))
+def _leg(api: Api = Api.CHAT_COMPLETIONS, **fields: Any) -> dict[str, Any]:
+    leg: dict[str, Any] = json.loads(openai.join(nixl.prefill_fields(api, _fields(**fields))))
     return leg
+
+
+def _parse(answer: bytes, *, api: Api = Api.COMPLETIONS, now_s: float = 0.0) -> Handoff:
+    return nixl.parse_handoff(api, answer, now_s=now_s)
 
 
 def test_the_prefill_leg_is_limited_to_one_token_in_every_spelling() -> None:
@@ -53,6 +59,35 @@ def test_the_prefill_leg_sets_max_tokens_where_the_client_set_none() -> None:
     leg = _leg()
     assert leg["max_tokens"] == 1
     assert "max_completion_tokens" not in leg
+
+
+@pytest.mark.parametrize(
+    ("api", "limit"),
+    [
+        (Api.COMPLETIONS, "max_tokens"),
+        (Api.CHAT_COMPLETIONS, "max_tokens"),
+        (Api.RESPONSES, "max_output_tokens"),
+        (Api.MESSAGES, "max_tokens"),
+    ],
+)
+def test_each_api_is_limited_in_its_own_word(api: Api, limit: str) -> None:
+    """A limit in another API's word is not read, and P would decode the whole answer."""
+    leg = _leg(api)
+    assert {name for name in leg if name in openai.LIMIT_FIELDS} == {limit}
+    assert leg[limit] == 1
+
+
+def test_the_prefill_leg_of_a_response_is_kept_by_nobody() -> None:
+    """P would keep a response of one token for ever; other APIs have no such field."""
+    assert _leg(Api.RESPONSES, store=True)["store"] is False
+    assert _leg(Api.RESPONSES)["store"] is False
+    assert "store" not in _leg(Api.MESSAGES)
+
+
+def test_the_thinking_budget_is_the_same_on_both_legs() -> None:
+    """It may shape the prompt, and vLLM does not hold it against the one token of a P leg."""
+    thinking = {"type": "enabled", "budget_tokens": 2048}
+    assert _leg(Api.MESSAGES, max_tokens=4096, thinking=thinking)["thinking"] == thinking
 
 
 def test_the_prefill_leg_is_not_streamed_and_drops_what_one_token_contradicts() -> None:
@@ -79,7 +114,7 @@ def test_everything_else_is_the_same_on_both_legs() -> None:
 
 def test_a_whole_handoff_is_read() -> None:
     """The fields a person may want to see are decoded."""
-    handoff = nixl.parse_handoff(_answer(HANDOFF), now_s=5.0)
+    handoff = _parse(_answer(HANDOFF), now_s=5.0)
     assert (handoff.engine_id, handoff.host, handoff.port) == ("e8c1", "127.0.0.1", 5600)
     assert (handoff.num_blocks, handoff.num_tokens, handoff.num_cached_on_prefill) == (3, 300, 128)
     assert handoff.age_s(7.5) == 2.5
@@ -88,7 +123,7 @@ def test_a_whole_handoff_is_read() -> None:
 def test_d_gets_the_handoff_without_the_key_that_hides_the_proof() -> None:
     """Everything else goes to D as P wrote it, unknown keys and large integers included."""
     params = HANDOFF | {"remote_blocks_expiry_time": 2**63 + 1, "new_in_0_33": {"a": [1.0]}}
-    handoff = nixl.parse_handoff(_answer(params), now_s=0.0)
+    handoff = _parse(_answer(params))
     sent = json.loads(openai.join(nixl.decode_fields(_fields(max_tokens=7, min_tokens=2), handoff)))
     del params["remote_prefill_cached_tokens"]
     assert sent["kv_transfer_params"] == params
@@ -105,7 +140,7 @@ def test_a_half_handoff_is_not_used(key: str, how: str) -> None:
     if how == "null":
         params[key] = None
     with pytest.raises(UnusableHandoff, match=r"incomplete.*" + key):
-        nixl.parse_handoff(_answer(params), now_s=0.0)
+        _parse(_answer(params))
 
 
 @pytest.mark.parametrize(
@@ -124,21 +159,77 @@ def test_a_half_handoff_is_not_used(key: str, how: str) -> None:
 def test_a_malformed_handoff_never_reaches_an_engine(change: dict[str, Any], says: str) -> None:
     """`[[]]` ended D's EngineCore (vLLM 0.32, seen); the rest cannot work either."""
     with pytest.raises(UnusableHandoff, match=says):
-        nixl.parse_handoff(_answer(HANDOFF | change), now_s=0.0)
+        _parse(_answer(HANDOFF | change))
+
+
+@pytest.mark.parametrize(
+    ("api", "usage", "details"),
+    [
+        (
+            Api.CHAT_COMPLETIONS,
+            {
+                "prompt_tokens": 300,
+                "prompt_tokens_details": {"cached_tokens": 128, "created_cache_tokens": 128, "multimodal_tokens": None},
+            },
+            {"cached_tokens": 128, "created_cache_tokens": 128, "multimodal_tokens": None},
+        ),
+        (
+            Api.RESPONSES,
+            {"input_tokens": 300, "input_tokens_details": {"cached_tokens": 128, "cached_tokens_per_turn": []}},
+            {"cached_tokens": 128, "cached_tokens_per_turn": []},
+        ),
+        (
+            Api.MESSAGES,
+            {
+                "input_tokens": 44,
+                "output_tokens": 1,
+                "cache_read_input_tokens": 128,
+                "cache_creation_input_tokens": 128,
+            },
+            {"cache_read_input_tokens": 128, "cache_creation_input_tokens": 128},
+        ),
+        (Api.CHAT_COMPLETIONS, {"prompt_tokens": 300, "prompt_tokens_details": None}, {"cached_tokens": 128}),
+        (Api.RESPONSES, None, {"cached_tokens": 128}),
+        (Api.MESSAGES, {"input_tokens": 300, "output_tokens": 1}, {"cache_read_input_tokens": 128}),
+        (Api.COMPLETIONS, [3], {"cached_tokens": 128}),
+    ],
+)
+def test_ps_cache_hits_are_read_in_each_apis_words(api: Api, usage: object, details: dict[str, Any]) -> None:
+    """Where P's usage says nothing of its cache, its handoff does."""
+    handoff = _parse(json.dumps({"kv_transfer_params": HANDOFF, "usage": usage}).encode(), api=api)
+    assert json.loads(openai.join(handoff.prompt_details)) == details
 
 
 @pytest.mark.parametrize("body", [_answer(None), b'{"id":"x"}'])
 def test_no_handoff_names_the_flag(body: bytes) -> None:
     """A P without a connector answers like any vLLM; the sentence says where to look."""
     with pytest.raises(UnusableHandoff, match="--kv-transfer-config"):
-        nixl.parse_handoff(body, now_s=0.0)
+        _parse(body)
 
 
-@given(st.binary(max_size=200))
-def test_garbage_is_unusable_and_nothing_else(body: bytes) -> None:
+@given(st.sampled_from(Api), st.binary(max_size=200))
+def test_garbage_is_unusable_and_nothing_else(api: Api, body: bytes) -> None:
     """Whatever P answers, the parser raises its own error only."""
     with pytest.raises(UnusableHandoff):
-        nixl.parse_handoff(body, now_s=0.0)
+        _parse(body, api=api)
+
+
+@given(st.sampled_from(Api), st.data())
+def test_a_broken_answer_is_used_or_refused(api: Api, data: st.DataObject) -> None:
+    """A whole answer with some bytes replaced, or cut short, raises the parser's own error only."""
+    body = bytearray(_answer(HANDOFF))
+    for _ in range(data.draw(st.integers(1, 4))):
+        body[data.draw(st.integers(0, len(body) - 1))] = data.draw(st.integers(0, 255))
+    with contextlib.suppress(UnusableHandoff):
+        _parse(bytes(body[: data.draw(st.integers(0, len(body)))]), api=api)
+
+
+@pytest.mark.parametrize("key", ["remote_port", "remote_prefill_cached_tokens", "remote_num_tokens", "tp_size"])
+def test_a_number_too_long_to_read_is_refused(key: str) -> None:
+    """Python gives up on an integer of more than 4,300 digits, with an error of another kind."""
+    body = _answer(HANDOFF | {key: 0.5}).replace(b"0.5", b"1" * 5000)
+    with pytest.raises(UnusableHandoff, match="incomplete"):
+        _parse(body)
 
 
 _JSON = st.recursive(
@@ -152,7 +243,7 @@ _JSON = st.recursive(
 def test_any_value_in_any_key_is_used_or_refused(key: str, value: object) -> None:
     """A handoff with one key replaced is either sound or refused; it never raises anything else."""
     try:
-        handoff = nixl.parse_handoff(_answer(HANDOFF | {key: value}), now_s=0.0)
+        handoff = _parse(_answer(HANDOFF | {key: value}))
     except UnusableHandoff:
         return
     assert handoff.host
@@ -162,7 +253,7 @@ def test_any_value_in_any_key_is_used_or_refused(key: str, value: object) -> Non
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "0.0.0.0", "::1"])  # noqa: S104
 def test_a_loopback_side_channel_is_refused_for_a_decode_engine_elsewhere(host: str) -> None:
     """D would ask itself, find another engine id, and compute alone."""
-    handoff = nixl.parse_handoff(_answer(HANDOFF | {"remote_host": host}), now_s=0.0)
+    handoff = _parse(_answer(HANDOFF | {"remote_host": host}))
     with pytest.raises(UnusableHandoff, match="VLLM_NIXL_SIDE_CHANNEL_HOST"):
         nixl.check_reachable(handoff, decode_url="http://10.0.0.7:8200")
     nixl.check_reachable(handoff, decode_url="http://127.0.0.1:8200")
@@ -170,7 +261,7 @@ def test_a_loopback_side_channel_is_refused_for_a_decode_engine_elsewhere(host: 
 
 def test_an_old_handoff_is_refused() -> None:
     """After the lease its blocks may hold another request's context."""
-    handoff = nixl.parse_handoff(_answer(HANDOFF), now_s=100.0)
+    handoff = _parse(_answer(HANDOFF), now_s=100.0)
     nixl.check_age(handoff, now_s=125.0, max_age_s=25.0)
     with pytest.raises(UnusableHandoff, match=r"25\.1 s old"):
         nixl.check_age(handoff, now_s=125.1, max_age_s=25.0)
@@ -178,7 +269,25 @@ def test_an_old_handoff_is_refused() -> None:
 
 def test_a_release_names_a_model_that_no_engine_serves() -> None:
     """The refusal is what frees the blocks, so the handoff must be the real one."""
-    handoff = nixl.parse_handoff(_answer(HANDOFF), now_s=0.0)
+    handoff = _parse(_answer(HANDOFF))
     body = msgspec.json.decode(nixl.release_body(handoff))
     assert body["model"] == "pdserve-releases-kv"
     assert body["kv_transfer_params"]["remote_request_id"] == HANDOFF["remote_request_id"]
+
+
+@pytest.mark.parametrize(
+    ("refusal", "is_told"),
+    [
+        (b'{"error":{"message":"no such model","type":"NotFoundError","param":"model","code":404}}', True),
+        (b'{"error":{"message":"too long","type":"BadRequestError","param":null,"code":400}}', True),
+        (b'{"type":"error","error":{"type":"BadRequestError","message":"too long"}}', True),
+        (b'{"error":{"message":"1 validation error","type":"Bad Request","param":null,"code":400}}', False),
+        (b'{"error":"Unauthorized"}', False),
+        (b'{"detail":"Not Found"}', False),
+        (b"<html>", False),
+        (b"", False),
+    ],
+)
+def test_which_refusals_free_the_blocks(refusal: bytes, is_told: bool) -> None:  # noqa: FBT001
+    """Only what vLLM's serving classes refuse tells P; everything before them leaves it holding."""
+    assert nixl.tells_prefill(refusal) is is_told

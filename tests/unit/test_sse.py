@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import itertools
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from pdserve.protocol import sse
-from pdserve.protocol.sse import EventRelay, event_data, split_events
+from pdserve.protocol.sse import EventRelay, event_data, event_name, split_events, with_data
 
 _LINE = st.sampled_from(
     [
@@ -86,3 +87,35 @@ def test_split_events_finds_every_end(events: list[bytes]) -> None:
 def test_event_data_joins_lines() -> None:
     """Several data lines of one event are one payload; comments and other fields are not part of it."""
     assert event_data(b": c\nevent: e\ndata: a\ndata:b\n\n") == b"a\nb"
+
+
+@given(_chunked())
+def test_the_mark_is_the_apis(case: tuple[list[bytes], list[bytes]]) -> None:
+    """Each API has its own word for usage; an event without it is not looked into."""
+    events, chunks = case
+    seen: list[bytes] = []
+    relay = EventRelay(lambda event: seen.append(event) or event, mark=b": comment")
+    out = b"".join(relay.feed(chunk) for chunk in chunks) + relay.flush()
+    assert seen == [event for event in events if b": comment" in event]
+    assert out == b"".join(events)
+
+
+@pytest.mark.parametrize(
+    ("event", "name"),
+    [
+        (b"event: message_start\ndata: {}\n\n", b"message_start"),
+        (b"event:ping\r\ndata: {}\r\n\r\n", b"ping"),
+        (b'data: {"a":"\\nevent: error"}\n\n', b""),
+        (b": comment\n\n", b""),
+        (b"event: x", b"x"),
+    ],
+)
+def test_an_events_name_is_its_first_lines(event: bytes, name: bytes) -> None:
+    """Only what vLLM writes: the name before the data."""
+    assert event_name(event) == name
+
+
+def test_another_payload_leaves_the_other_lines() -> None:
+    """A named event keeps its name; a payload of several lines stays one."""
+    assert with_data(b"event: e\nid: 3\ndata: a\ndata: b\n\n", b"c") == b"event: e\nid: 3\ndata: c\n\n"
+    assert event_data(with_data(b"data: a\r\n\r\n", b"{\n}")) == b"{\n}"

@@ -5,6 +5,7 @@ The first handoff between two engines costs a handshake, so this is also what wa
 
 from __future__ import annotations
 
+import contextlib
 import secrets
 import time
 from dataclasses import dataclass
@@ -13,12 +14,15 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from pdserve.core import Evidence, PrefillPlace
-from pdserve.errors import EngineProtocolError, EngineStatus
+from pdserve.errors import EngineError, EngineProtocolError
 from pdserve.protocol import nixl, openai, usage
 
 if TYPE_CHECKING:
     from pdserve.engine.transport import Answer, EngineClient
     from pdserve.protocol.nixl import Handoff
+    from pdserve.protocol.side_channel_hosts import AllowedHosts
+
+_RELEASE_TIMEOUT_S = 5.0
 
 
 class _Model(msgspec.Struct, frozen=True):
@@ -54,13 +58,13 @@ async def served_model(engine: EngineClient, *, timeout_s: float = 10.0) -> str:
 def expect_ok(engine: EngineClient, answer: Answer) -> Answer:
     """The same answer, if it is a 200. Raises EngineStatus."""
     if answer.status != 200:  # noqa: PLR2004
-        raise EngineStatus(
-            engine=str(engine.address), status=answer.status, content_type=answer.content_type, body=answer.body
-        )
+        raise engine.status_error(answer)
     return answer
 
 
-async def prove_pair(prefill: EngineClient, decode: EngineClient, *, model: str, timeout_s: float) -> PairProof:
+async def prove_pair(
+    prefill: EngineClient, decode: EngineClient, *, model: str, hosts: AllowedHosts, timeout_s: float
+) -> PairProof:
     """Send one short prompt, new each time, through a pair. Raises EngineError when a leg fails outright."""
     started_s = time.monotonic()
     nonce = secrets.token_hex(8)
@@ -70,15 +74,28 @@ async def prove_pair(prefill: EngineClient, decode: EngineClient, *, model: str,
             {"model": model, "prompt": f"Pair {nonce}: one, two, three,", "max_tokens": 2, "temperature": 0}
         )
     )
-    path = openai.Api.COMPLETIONS
-    leg = openai.join(nixl.prefill_fields(fields))
-    answer = expect_ok(prefill, await prefill.post(path, leg, request_id=request_id, timeout_s=timeout_s))
+    api = openai.Api.COMPLETIONS
+    leg = openai.join(nixl.prefill_fields(api, fields))
+    answer = expect_ok(prefill, await prefill.post(api, leg, request_id=request_id, timeout_s=timeout_s))
     try:
-        handoff = nixl.parse_handoff(answer.body, now_s=time.monotonic())
+        handoff = nixl.parse_handoff(api, answer.body, now_s=time.monotonic())
+        hosts.check(handoff.host)
         nixl.check_reachable(handoff, decode_url=decode.address.url)
     except nixl.UnusableHandoff as exc:
         return PairProof(Evidence(PrefillPlace.LOCAL, cause=str(exc)), None, time.monotonic() - started_s)
     leg = openai.join(nixl.decode_fields(fields, handoff))
-    answer = expect_ok(decode, await decode.post(path, leg, request_id=request_id, timeout_s=timeout_s))
-    counts = usage.parse_usage(decode.decoded(answer, _Completion).usage)
+    try:
+        answer = expect_ok(decode, await decode.post(api, leg, request_id=request_id, timeout_s=timeout_s))
+    except EngineError:
+        await _release(decode, handoff)
+        raise
+    counts = usage.parse_usage(api, decode.decoded(answer, _Completion).usage)
     return PairProof(usage.judge(counts), handoff, time.monotonic() - started_s)
+
+
+async def _release(decode: EngineClient, handoff: Handoff) -> None:
+    """Free P's blocks through D, if it can still do that; else P's lease ends by itself."""
+    with contextlib.suppress(EngineError):
+        body = nixl.release_body(handoff)
+        request_id = f"pdserve-release-{secrets.token_hex(8)}".encode()
+        await decode.post(openai.Api.COMPLETIONS, body, request_id=request_id, timeout_s=_RELEASE_TIMEOUT_S)

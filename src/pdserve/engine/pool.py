@@ -1,8 +1,9 @@
 """The engines behind a gateway: which are up, which pairs are proven, and what a policy gets to see of them.
 
 An engine takes traffic once it answers /health and one of its pairs has been tried, or there is nobody to make a pair with.
-A pair that cannot be proven still serves: the engines' flags or version may give no proof. Health and proofs are watched apart,
-so that an engine that hangs in a proof keeps nobody from being seen to live or die. Knows no client requests.
+A pair that answers serves, even where nothing proves its KV to move: the engines' flags or version may give no proof. One that
+does not answer, or whose engines may be other processes by now, serves only after it was tried again. Health and proofs are
+watched apart, so that an engine that hangs in a proof keeps nobody from being seen to live or die. Knows no client requests.
 """
 
 from __future__ import annotations
@@ -15,14 +16,23 @@ from typing import TYPE_CHECKING
 
 from pdserve.core import EngineSnapshot, PrefillPlace, Role
 from pdserve.engine import pair as pairs
+from pdserve.engine.breaker import Breaker, BreakerState
+from pdserve.engine.credentials import OPEN_ACCESS
+from pdserve.engine.side_channel import allowed_hosts_of
 from pdserve.engine.transport import EngineClient
 from pdserve.errors import EngineError, EngineUnreachable
+from pdserve.protocol.side_channel_hosts import AllowedHosts
+from pdserve.telemetry.metrics import BREAKER_OPENED, ENGINE_FAILURES, ENGINE_RESTARTS, PAIR_FAILURES
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable, Iterator
 
-    from pdserve.config import TimeoutsConfig
+    from pdserve.config import Config
     from pdserve.core import EngineAddress, EngineName
+    from pdserve.engine.credentials import EngineAccess
+    from pdserve.errors import Reason
+    from pdserve.protocol.nixl import Handoff
+    from pdserve.telemetry.tally import Tally
 
 _STARTING_INTERVAL_S = 0.5
 _STEADY_INTERVAL_S = 5.0
@@ -35,6 +45,9 @@ _MAX_RETRY_S = 60.0
 """A pair that is not proven is tried again, less and less often: each try costs both engines a request."""
 _FAILURES_UNTIL_DOWN = 2
 """An engine that refuses the connection is down at once; one that is only slow gets a second chance."""
+_PAIR_FAILURES_UNTIL_FAILING = 3
+_MAX_ENGINE_IDS = 64
+"""One URL can stand for several engines: data-parallel ranks, or replicas behind a load balancer."""
 
 _logger = logging.getLogger("pdserve.pool")
 
@@ -45,6 +58,8 @@ class EngineState(enum.StrEnum):
     STARTING = "starting"
     PROVING = "proving"
     READY = "ready"
+    DRAINING = "draining"
+    """It finishes what it has and gets nothing new."""
     DOWN = "down"
 
 
@@ -77,13 +92,21 @@ class Pair:
         self.state = PairState.UNTRIED
         self.cause = ""
         self.first_handoff_s: float | None = None
+        self.num_failures = 0
+        """Handoffs in a row that failed on D since the last one that did not."""
         self.moved = asyncio.Event()
-        """One of its engines came up or went down."""
+        """One of its engines came up or went down, or it must be tried again."""
+
+    @property
+    def is_usable(self) -> bool:
+        """Whether handoffs may go through it."""
+        return self.state not in {PairState.UNTRIED, PairState.FAILING}
 
 
 class _Member:
-    def __init__(self, client: EngineClient) -> None:
+    def __init__(self, client: EngineClient, breaker: Breaker) -> None:
         self.client = client
+        self.breaker = breaker
         self.state = EngineState.STARTING
         self.is_up = False
         self.generation = 0
@@ -92,16 +115,39 @@ class _Member:
         self.num_failures = 0
         self.is_suspect = False
         """A leg could not reach it since it was last seen well."""
+        self.may_be_another = False
+        """A connection ended without an answer: the process behind it may have been replaced."""
+        self.is_draining = False
+        self.num_held = 0
+        """Handoffs whose KV it holds for a D that has not answered yet."""
+        self.engine_ids: set[str] = set()
+        """Under which its handoffs were proven."""
+        self.allowed_hosts = AllowedHosts.of((), engine=str(client.address))
+        self.partners: frozenset[EngineName] = frozenset()
         self.poked = asyncio.Event()
 
 
 class EnginePool:
     """Watches its engines while `run` is running."""
 
-    def __init__(self, addresses: Iterable[EngineAddress], timeouts: TimeoutsConfig) -> None:
-        self._timeouts = timeouts
+    def __init__(
+        self,
+        addresses: Iterable[EngineAddress],
+        config: Config,
+        tally: Tally,
+        *,
+        access: EngineAccess = OPEN_ACCESS,
+        clock: Callable[[], float],
+    ) -> None:
+        self._timeouts = config.timeouts
+        self._side_channel_hosts = config.prefill.side_channel_hosts
+        self._tally = tally
         self._members = {
-            address.name: _Member(EngineClient(address, connect_timeout_s=timeouts.connect)) for address in addresses
+            address.name: _Member(
+                EngineClient(address, connect_timeout_s=config.timeouts.connect, access=access),
+                Breaker(config.breaker, clock=clock),
+            )
+            for address in addresses
         }
         self.pairs = [
             Pair(prefill.client.address, decode.client.address)
@@ -129,7 +175,8 @@ class EnginePool:
             EngineSnapshot(
                 member.client.address,
                 num_in_flight=member.client.num_in_flight,
-                is_healthy=not member.is_suspect and member.state is EngineState.READY,
+                is_healthy=member.state is EngineState.READY and not member.is_suspect and member.breaker.lets_through,
+                partners=member.partners,
             )
             for member in self._members.values()
         ]
@@ -147,10 +194,87 @@ class EnginePool:
         """Every engine, prefill first as configured."""
         return list(self._members)
 
-    def report_unreachable(self, name: EngineName) -> None:
-        """A leg could not reach the engine: send nothing more there until it has been looked at, which is now."""
-        self._members[name].is_suspect = True
-        self._members[name].poked.set()
+    @contextlib.contextmanager
+    def leg(self, name: EngineName) -> Iterator[EngineClient]:
+        """Count a leg as the engine's load while it runs."""
+        member = self._members[name]
+        member.client.num_in_flight += 1
+        member.breaker.begin()
+        try:
+            yield member.client
+        finally:
+            member.client.num_in_flight -= 1
+            member.breaker.end()
+
+    def num_held(self, name: EngineName) -> int:
+        """Handoffs whose KV an engine holds for a D that has not answered yet."""
+        return self._members[name].num_held
+
+    def hold(self, name: EngineName, change: int) -> None:
+        """A handoff was taken from an engine (1), or is settled (-1)."""
+        self._members[name].num_held += change
+
+    def breaker_state(self, name: EngineName) -> BreakerState:
+        """Whether an engine is left alone for its failures."""
+        return self._members[name].breaker.state
+
+    def set_draining(self, name: EngineName, *, is_draining: bool) -> None:
+        """Give an engine no new work, or give it work again."""
+        self._members[name].is_draining = is_draining
+        self._settle()
+
+    def report_unreachable(self, name: EngineName, *, may_be_another: bool = False) -> None:
+        """A leg could not reach the engine: send nothing more there until it has been looked at, which is now.
+
+        `may_be_another`: its connection ended, so that its pairs must be proven again.
+        """
+        member = self._members[name]
+        member.is_suspect = True
+        member.may_be_another |= may_be_another
+        member.poked.set()
+
+    def report_success(self, name: EngineName, *, prefill: EngineName | None = None) -> None:
+        """A leg did what it should; with `prefill`, so did the handoff from there."""
+        self._members[name].breaker.succeeded()
+        if prefill is not None:
+            self._pair(prefill, name).num_failures = 0
+
+    def report_failure(self, name: EngineName, reason: Reason) -> None:
+        """A leg failed though the engine was there."""
+        self._tally.count(ENGINE_FAILURES, name, reason)
+        member = self._members[name]
+        if member.breaker.failed():
+            self._tally.count(BREAKER_OPENED, name)
+            _logger.warning("%s failed too often (%s) and is left alone for a while", member.client.address, reason)
+
+    def report_pair_failure(self, prefill: EngineName, decode: EngineName, cause: str) -> None:
+        """A handoff failed on D, which may be either's fault: after some in a row the pair is proven again before more."""
+        self._tally.count(PAIR_FAILURES, prefill, decode)
+        pair = self._pair(prefill, decode)
+        pair.num_failures += 1
+        if pair.num_failures >= _PAIR_FAILURES_UNTIL_FAILING and pair.is_usable:
+            _logger.warning("%s -> %s failed too often and is tried anew before it gets traffic", prefill, decode)
+            pair.state, pair.cause = PairState.FAILING, cause
+            pair.moved.set()
+            self._settle()
+
+    def is_usable(self, prefill: EngineName, decode: EngineName) -> bool:
+        """Whether handoffs may go from one engine to the other."""
+        return decode in self._members[prefill].partners
+
+    def check_handoff_host(self, name: EngineName, handoff: Handoff) -> None:
+        """Refuse a handoff that would make D connect anywhere but to P. Raises UnusableHandoff."""
+        self._members[name].allowed_hosts.check(handoff.host)
+
+    def knows_engine_id(self, name: EngineName, engine_id: str) -> bool:
+        """Whether a handoff's engine is one that was proven; if not, the engine restarted, and is proven again now."""
+        member = self._members[name]
+        if engine_id in member.engine_ids:
+            return True
+        if member.partners:  # Else it is being proven already: once is enough for all requests that meet it.
+            _logger.warning("%s shows itself as engine %s, which is not proven yet", member.client.address, engine_id)
+            self._untry(member)
+        return False
 
     async def _watch(self, member: _Member) -> None:
         while True:
@@ -161,9 +285,11 @@ class EnginePool:
     async def _look_at(self, member: _Member) -> None:
         cause = await self._ask_health(member)
         if not cause:
-            member.is_suspect = False
-            if not member.is_up:
+            if not member.is_up or member.may_be_another:
+                # Its name may mean another address by now.
+                member.allowed_hosts = await allowed_hosts_of(member.client.address, self._side_channel_hosts)
                 self._move(member, is_up=True)
+            member.is_suspect = False
         elif member.num_failures >= _FAILURES_UNTIL_DOWN:
             member.cause = cause
             if member.is_up:
@@ -184,6 +310,14 @@ class EnginePool:
     def _move(self, member: _Member, *, is_up: bool) -> None:
         """It came up or went down. It may come back as another process, with another engine id and other flags."""
         member.is_up = is_up
+        member.may_be_another = False
+        member.breaker.reset()
+        self._untry(member)
+
+    def _untry(self, member: _Member) -> None:
+        """What was proven of it is not sure any more."""
+        if member.generation and member.is_up:
+            self._tally.count(ENGINE_RESTARTS, member.client.address.name)
         member.generation += 1
         for pair in self.pairs:
             if member.client.address in {pair.prefill, pair.decode}:
@@ -210,28 +344,44 @@ class EnginePool:
         try:
             model = await pairs.served_model(decode)
             timeout_s = min(self._timeouts.prefill, _PROOF_TIMEOUT_S)
-            proof = await pairs.prove_pair(prefill, decode, model=model, timeout_s=timeout_s)
+            hosts = sides[0].allowed_hosts
+            proof = await pairs.prove_pair(prefill, decode, model=model, hosts=hosts, timeout_s=timeout_s)
         except EngineError as exc:
             state, cause = PairState.FAILING, str(exc)
         else:
             state, cause = _STATE_OF_PLACE[proof.evidence.place], proof.evidence.cause
             first_handoff_s = proof.total_s
+            if proof.handoff is not None:
+                self._learn_engine_id(sides[0], proof.handoff.engine_id)
         if [side.generation for side in sides] != generations:
             return  # One of them is another process by now.
         if state is not PairState.PROVEN and (state, cause) != (pair.state, pair.cause):
             _logger.warning("%s -> %s is %s: %s", pair.prefill.name, pair.decode.name, state, cause)
-        pair.state, pair.cause, pair.first_handoff_s = state, cause, first_handoff_s
+        pair.state, pair.cause, pair.first_handoff_s, pair.num_failures = state, cause, first_handoff_s, 0
         self._settle()
+
+    def _learn_engine_id(self, prefill: _Member, engine_id: str) -> None:
+        if len(prefill.engine_ids) >= _MAX_ENGINE_IDS:
+            prefill.engine_ids.clear()  # What is still in use will be proven again.
+        prefill.engine_ids.add(engine_id)
 
     def _settle(self) -> None:
         """Something changed: work out every engine's state, here and not at each request's snapshot."""
         for member in self._members.values():
             member.state = self._state_of(member)
+            member.partners = frozenset(
+                pair.decode.name for pair in self.pairs if pair.prefill == member.client.address and pair.is_usable
+            )
         self.changed.set()
+
+    def _pair(self, prefill: EngineName, decode: EngineName) -> Pair:
+        return next(pair for pair in self.pairs if (pair.prefill.name, pair.decode.name) == (prefill, decode))
 
     def _state_of(self, member: _Member) -> EngineState:
         if not member.is_up:
             return EngineState.STARTING if member.generation == 0 else EngineState.DOWN
+        if member.is_draining:
+            return EngineState.DRAINING
         partners = [
             pair
             for pair in self.pairs

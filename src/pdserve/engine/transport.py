@@ -6,7 +6,6 @@ The only place where what goes wrong on the wire becomes an EngineError. Knows n
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import ssl
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
@@ -14,12 +13,13 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from pdserve.errors import EngineError, EngineProtocolError, EngineTimeout, EngineUnreachable, Reason
+from pdserve.engine.credentials import OPEN_ACCESS, EngineAccess
+from pdserve.errors import EngineError, EngineProtocolError, EngineStatus, EngineTimeout, EngineUnreachable, Reason
 from pdserve.http.client import ClientConnection, ConnectionFailed, ConnectionPool, ProtocolViolated
-from pdserve.protocol.openai import NOT_JSON
+from pdserve.protocol.openai import JSON_HEADER, NOT_JSON, error_body
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Sequence
 
     from pdserve.core import EngineAddress
     from pdserve.http.client import Sink
@@ -29,6 +29,10 @@ if TYPE_CHECKING:
 
 _Value = TypeVar("_Value")
 
+_ADVICE = frozenset({b"retry-after", b"www-authenticate"})
+_KEY_REFUSED = frozenset({401, 403})
+_NAME_MISMATCHES = frozenset({62, 64})
+"""X509_V_ERR_HOSTNAME_MISMATCH and X509_V_ERR_IP_ADDRESS_MISMATCH (OpenSSL's x509_vfy.h)."""
 MAX_WHOLE_ANSWER_BYTES = 256 * 1024 * 1024
 """A chat answer with logprobs for every token of a long context stays well below; beyond it an engine is talking nonsense."""
 
@@ -46,6 +50,11 @@ class Answer:
         """As the engine sent it; JSON when it sent none."""
         return content_type_of(self.headers)
 
+    @property
+    def advice(self) -> Headers:
+        """Those of an error's headers that tell its client what to do."""
+        return [header for header in self.headers if header[0] in _ADVICE]
+
 
 def content_type_of(headers: Headers) -> bytes:
     """The content type among an answer's headers; JSON when there is none."""
@@ -55,22 +64,26 @@ def content_type_of(headers: Headers) -> bytes:
 class EngineClient:
     """One engine's connections. Must be made where its event loop runs."""
 
-    def __init__(self, address: EngineAddress, *, connect_timeout_s: float) -> None:
+    def __init__(self, address: EngineAddress, *, connect_timeout_s: float, access: EngineAccess = OPEN_ACCESS) -> None:
         parts = urlsplit(address.url)
         assert parts.hostname is not None
         is_tls = parts.scheme == "https"
         port = parts.port or (443 if is_tls else 80)
         self.address = address
         self.num_in_flight = 0
+        """Legs under way; whoever starts and ends them counts (pdserve.engine.pool)."""
         self._loop = asyncio.get_running_loop()
         self._connect_timeout_s = connect_timeout_s
         self._host_header = parts.netloc.encode()
-        self._pool = ConnectionPool(parts.hostname, port, tls=ssl.create_default_context() if is_tls else None)
+        self._authorization = b""
+        if access.key is not None:
+            self._authorization = b"authorization: Bearer %b\r\n" % access.key.reveal().encode()
+        tls = (access.tls or ssl.create_default_context()) if is_tls else None
+        self._pool = ConnectionPool(parts.hostname, port, tls=tls)
 
     async def get(self, path: str, *, timeout_s: float, headers: HeaderSequence = ()) -> Answer:
         """GET a path. Raises EngineError."""
-        more = b"".join(b"%b: %b\r\n" % header for header in headers)
-        head = b"GET %b HTTP/1.1\r\nhost: %b\r\n%b\r\n" % (path.encode(), self._host_header, more)
+        head = b"GET %b HTTP/1.1\r\nhost: %b\r\n%b\r\n" % (path.encode(), self._host_header, self._joined(headers))
         return await self._whole(head, timeout_s=timeout_s)
 
     async def post(
@@ -81,14 +94,17 @@ class EngineClient:
         request_id: bytes,
         timeout_s: float,
         headers: HeaderSequence = (),
+        timeout_reason: Reason = Reason.ENGINE_TIMEOUT,
         on_late: Callable[[Answer], None] | None = None,
     ) -> Answer:
         """POST a JSON body and take the whole answer, whatever its status. Raises EngineError.
 
         `on_late` gets an answer that was there already when the caller was cancelled.
         """
-        request = self._post_bytes(path, body, request_id, headers)
-        return await self._whole(request, timeout_s=timeout_s, on_late=on_late)
+        request = self._request_bytes(
+            b"POST " + path.encode(), body, content_type=JSON_HEADER[1], request_id=request_id, headers=headers
+        )
+        return await self._whole(request, timeout_s=timeout_s, timeout_reason=timeout_reason, on_late=on_late)
 
     async def connect(self) -> ClientConnection:
         """A connection for `send`; the caller aborts it unless it is sent on. Raises EngineError."""
@@ -103,18 +119,13 @@ class EngineClient:
         *,
         request_id: bytes,
         headers: HeaderSequence = (),
+        method: bytes = b"POST",
+        content_type: bytes = JSON_HEADER[1],
     ) -> None:
-        """POST a JSON body, its answer going to the sink."""
-        connection.send(self._post_bytes(path, body, request_id, headers), sink)
-
-    @contextlib.contextmanager
-    def in_flight(self) -> Iterator[None]:
-        """Count a leg as the engine's load."""
-        self.num_in_flight += 1
-        try:
-            yield
-        finally:
-            self.num_in_flight -= 1
+        """Send a request with a body, its answer going to the sink."""
+        line = b"%b %b" % (method, path.encode())
+        request = self._request_bytes(line, body, content_type=content_type, request_id=request_id, headers=headers)
+        connection.send(request, sink)
 
     def error_of(self, error: ConnectionFailed | ProtocolViolated) -> EngineError:
         """What a failure on the wire means for a request."""
@@ -122,6 +133,22 @@ class EngineClient:
             return EngineProtocolError(str(error), engine=str(self.address))
         reason = Reason.ENGINE_UNREACHABLE if error.is_unanswered else Reason.ENGINE_BROKE_OFF
         return EngineUnreachable(str(error), engine=str(self.address), reason=reason)
+
+    def status_error(self, answer: Answer, *, status: int | None = None) -> EngineStatus:
+        """An answer that is an error, as one; `status` where the answer itself has none, being an event of a stream.
+
+        A key of pdserve's that the engine refuses is no fault of the client's, which would take it for its own.
+        """
+        status = status or answer.status
+        engine = str(self.address)
+        if self._authorization and status in _KEY_REFUSED:
+            error = EngineProtocolError(
+                f"refused pdserve's key ({status}); is it the one it was started with?", engine=engine
+            )
+            return EngineStatus(engine=engine, status=error.status, content_type=JSON_HEADER[1], body=error_body(error))
+        return EngineStatus(
+            engine=engine, status=status, content_type=answer.content_type, body=answer.body, headers=answer.advice
+        )
 
     def decoded(self, answer: Answer, kind: type[_Value]) -> _Value:
         """An answer's JSON as a value. Raises EngineProtocolError when it is something else."""
@@ -132,28 +159,33 @@ class EngineClient:
             message = f"answered {answer.status} with something else than expected: {exc}: {shown!r}"
             raise EngineProtocolError(message, engine=str(self.address)) from exc
 
-    def timeout_of(self, what: str, timeout_s: float) -> EngineTimeout:
+    def timeout_of(self, what: str, timeout_s: float, *, reason: Reason) -> EngineTimeout:
         """The error for a deadline that passed; `what` names what was waited for."""
-        return EngineTimeout(f"{what} did not come within {timeout_s:g} s", engine=str(self.address))
+        return EngineTimeout(f"{what} did not come within {timeout_s:g} s", engine=str(self.address), reason=reason)
 
     def close(self) -> None:
         """Close the idle connections."""
         self._pool.close()
 
     async def _whole(
-        self, request: bytes, *, timeout_s: float, on_late: Callable[[Answer], None] | None = None
+        self,
+        request: bytes,
+        *,
+        timeout_s: float,
+        timeout_reason: Reason = Reason.ENGINE_TIMEOUT,
+        on_late: Callable[[Answer], None] | None = None,
     ) -> Answer:
         """An answer; a connection that the engine closed just as it was used again is replaced, once."""
         connection = await self.connect()
         try:
-            return await self._exchange(connection, request, timeout_s, on_late)
+            return await self._exchange(connection, request, timeout_s, timeout_reason, on_late)
         except ConnectionFailed as exc:
             if not (exc.is_unanswered and connection.was_used):
                 raise self.error_of(exc) from exc
         except ProtocolViolated as exc:
             raise self.error_of(exc) from exc
         try:
-            return await self._exchange(await self._connect(), request, timeout_s, on_late)
+            return await self._exchange(await self._connect(), request, timeout_s, timeout_reason, on_late)
         except (ConnectionFailed, ProtocolViolated) as exc:
             raise self.error_of(exc) from exc
 
@@ -162,6 +194,7 @@ class EngineClient:
         connection: ClientConnection,
         request: bytes,
         timeout_s: float,
+        timeout_reason: Reason,
         on_late: Callable[[Answer], None] | None,
     ) -> Answer:
         sink = _WholeAnswer(self._loop.create_future())
@@ -171,7 +204,7 @@ class EngineClient:
             connection.send(request, sink)
             return await sink.answer
         except TimeoutError as exc:
-            raise self.timeout_of("the answer", timeout_s) from exc
+            raise self.timeout_of("the answer", timeout_s, reason=timeout_reason) from exc
         except asyncio.CancelledError:
             if on_late is not None and sink.is_whole:
                 on_late(sink.whole())
@@ -186,17 +219,42 @@ class EngineClient:
             async with asyncio.timeout(self._connect_timeout_s):
                 return await self._pool.connect()
         except TimeoutError as exc:
-            raise self.timeout_of("a connection", self._connect_timeout_s) from exc
+            raise self.timeout_of("a connection", self._connect_timeout_s, reason=Reason.CONNECT_TIMEOUT) from exc
         except ConnectionFailed as exc:
-            raise self.error_of(exc) from exc
+            raise self._explained(exc) from exc
 
-    def _post_bytes(self, path: str, body: bytes, request_id: bytes, headers: HeaderSequence) -> bytes:
-        more = b"".join(b"%b: %b\r\n" % header for header in headers)
-        head = (
-            b"POST %b HTTP/1.1\r\nhost: %b\r\ncontent-type: application/json\r\n"
-            b"x-request-id: %b\r\n%bcontent-length: %d\r\n\r\n"
-        ) % (path.encode(), self._host_header, request_id, more, len(body))
+    def _explained(self, error: ConnectionFailed) -> EngineError:
+        """TLS has more ways to fail than TCP, and each has its own remedy."""
+        cause = error.__cause__
+        if not isinstance(cause, ssl.SSLError):
+            return self.error_of(error)
+        if isinstance(cause, ssl.SSLCertVerificationError):
+            is_name = cause.verify_code in _NAME_MISMATCHES
+            advice = "use a name or address that stands in it" if is_name else "name its CA in engines.ca_file"
+            message = f"its TLS certificate is not trusted: {cause.verify_message.rstrip('.')}; {advice}"
+        else:
+            message = f"no TLS: {cause.reason or cause}; does it speak TLS at all? If not, write http://"
+        return EngineUnreachable(message, engine=str(self.address))
+
+    def _request_bytes(
+        self, line: bytes, body: bytes, *, content_type: bytes, request_id: bytes, headers: HeaderSequence
+    ) -> bytes:
+        head = (b"%b HTTP/1.1\r\nhost: %b\r\ncontent-type: %b\r\nx-request-id: %b\r\n%bcontent-length: %d\r\n\r\n") % (
+            line,
+            self._host_header,
+            content_type,
+            request_id,
+            self._joined(headers),
+            len(body),
+        )
         return head + body
+
+    def _joined(self, headers: HeaderSequence) -> bytes:
+        """As lines, with the engine's key in place of anybody else's."""
+        if not self._authorization:
+            return b"".join(b"%b: %b\r\n" % header for header in headers)
+        others = (b"%b: %b\r\n" % header for header in headers if header[0] != b"authorization")
+        return b"".join((self._authorization, *others))
 
 
 class _WholeAnswer:

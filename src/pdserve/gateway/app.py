@@ -7,13 +7,15 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from pdserve.core import EngineName, Role
+from pdserve.core import Role
 from pdserve.engine.pool import EngineState, PairState
-from pdserve.errors import EngineStatus, InvalidRequest, NoEligibleEngine, Reason, RequestError
+from pdserve.errors import EngineStatus, InvalidRequest, NoEligibleEngine, Overloaded, Reason, RequestError
+from pdserve.gateway.auth import CHALLENGE
+from pdserve.gateway.passthrough import Passthrough
 from pdserve.protocol import openai
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
+    from collections.abc import Awaitable, Callable, Iterator
 
     from pdserve.engine.pool import EnginePool
     from pdserve.gateway.proxy import Proxy
@@ -22,22 +24,30 @@ if TYPE_CHECKING:
     Handler = Callable[[Request, Response], Awaitable[None]]
 
 _logger = logging.getLogger("pdserve.gateway")
-_MODELS_TIMEOUT_S = 10.0
+_METHODS = b"GET, HEAD, OPTIONS, POST"
 
 
 class Router:
     """Finds a path's handler and turns what it raises into an answer."""
 
-    def __init__(self, handlers: dict[bytes, tuple[bytes, Handler]]) -> None:
+    def __init__(
+        self, handlers: dict[bytes, tuple[bytes, Handler]], *, guard: Callable[[Request], None] = lambda _: None
+    ) -> None:
         self._handlers = handlers
-        """Path to method and handler; a path that ends in `/*` stands for any last part."""
+        """Path to method and handler; `*` stands for any part, as one of the last two."""
+        self._guard = guard
+        """Lets a request in, or raises InvalidRequest."""
 
     async def handle(self, request: Request, response: Response) -> None:
         """Answer one request, whatever happens: this is the edge where every error ends."""
         try:
+            self._guard(request)
+            if request.path == b"*":
+                response.send(200, [(b"allow", _METHODS)], b"")  # OPTIONS for the server as a whole
+                return
             await self._find(request)(request, response)
         except RequestError as exc:
-            send_error(response, exc)
+            send_error(response, exc, api=openai.api_of(request.path))
         except Exception:
             _logger.exception("a fault in the gateway itself")
             if response.is_started:
@@ -52,7 +62,7 @@ class Router:
 
     def _find(self, request: Request) -> Handler:
         path = request.path.rstrip(b"/") or b"/"
-        found = self._handlers.get(path) or self._handlers.get(path.rpartition(b"/")[0] + b"/*")
+        found = next((found for name in _names_of(path) if (found := self._handlers.get(name))), None)
         if found is None:
             shown = request.path.decode("latin-1")
             raise InvalidRequest(f"nothing is served at {shown}", status=404, reason=Reason.NOT_FOUND)
@@ -63,13 +73,20 @@ class Router:
         return handler
 
 
-def send_error(response: Response, error: RequestError) -> None:
-    """An engine's own error goes out as the engine said it, ours in OpenAI's shape."""
+def _names_of(path: bytes) -> Iterator[bytes]:
+    """What a path may be called in a router, its own spelling first."""
+    above, _, last = path.rpartition(b"/")
+    far_above, _, _ = above.rpartition(b"/")
+    yield from (path, above + b"/*", far_above + b"/*/" + last, far_above + b"/*/*")
+
+
+def send_error(response: Response, error: RequestError, *, api: openai.Api | None = None) -> None:
+    """An engine's own error goes out as the engine said it, ours in the API's shape."""
     if isinstance(error, EngineStatus):
-        headers = [(b"content-type", error.content_type), _reason_header(error)]
+        headers = [(b"content-type", error.content_type), _reason_header(error), *error.headers]
         response.send(error.status, headers, error.body)
     else:
-        response.send(error.status, _error_headers(error), openai.error_body(error))
+        response.send(error.status, _error_headers(error), openai.error_body(error, api))
 
 
 def send_json(response: Response, value: object, *, status: int = 200) -> None:
@@ -78,8 +95,14 @@ def send_json(response: Response, value: object, *, status: int = 200) -> None:
 
 
 def _error_headers(error: RequestError) -> Headers:
-    retry = [(b"retry-after", b"1")] if isinstance(error, NoEligibleEngine) else []
-    return [openai.JSON_HEADER, _reason_header(error), *retry]
+    headers = [openai.JSON_HEADER, _reason_header(error)]
+    if isinstance(error, NoEligibleEngine):
+        headers.append((b"retry-after", b"1"))
+    elif error.reason is Reason.UNAUTHORIZED:
+        headers.append(CHALLENGE)
+    elif isinstance(error, Overloaded):
+        headers.append((b"retry-after", b"%d" % error.retry_after_s))
+    return headers
 
 
 def _reason_header(error: RequestError) -> tuple[bytes, bytes]:
@@ -93,15 +116,16 @@ class ClientApp:
         self._proxy = proxy
         self._pool = pool
 
-    def router(self) -> Router:
+    def router(self, *, guard: Callable[[Request], None] = lambda _: None) -> Router:
         """All paths of the client's side."""
         return Router(
             {path: (b"POST", self._split(api)) for path, api in openai.ROUTED_APIS.items()}
+            | Passthrough(self._proxy).handlers()
             | {
-                b"/v1/models": (b"GET", self.models),
                 b"/health": (b"GET", self.health),
                 b"/healthcheck": (b"GET", self.healthcheck),
-            }
+            },
+            guard=guard,
         )
 
     def _split(self, api: openai.Api) -> Handler:
@@ -109,15 +133,6 @@ class ClientApp:
             await self._proxy.serve(api, request, response)
 
         return handler
-
-    async def models(self, request: Request, response: Response) -> None:
-        """What a decode engine says: it is the one that answers under these names."""
-        name = self._any_ready(Role.DECODE)
-        client = self._pool.client(name)
-        authorization = request.header(b"authorization")
-        headers = [] if authorization is None else [(b"authorization", authorization)]
-        answer = await client.get("/v1/models", timeout_s=_MODELS_TIMEOUT_S, headers=headers)
-        response.send(answer.status, [(b"content-type", answer.content_type)], answer.body)
 
     async def health(self, _request: Request, response: Response) -> None:
         """200 once a decode engine takes traffic; `split` says whether KV is known to move."""
@@ -136,12 +151,6 @@ class ClientApp:
             },
         )
 
-    def _any_ready(self, role: Role) -> EngineName:
-        for snapshot in self._pool.snapshots():
-            if snapshot.address.role == role and snapshot.is_healthy:
-                return snapshot.address.name
-        raise NoEligibleEngine(f"no {role} engine is healthy; `pdserve status` tells which are down")
-
 
 def health_of(pool: EnginePool) -> dict[str, str]:
     """`starting` without a ready decode engine, `warning` where a pair does not move KV or an engine is down, else `ok`."""
@@ -153,7 +162,7 @@ def health_of(pool: EnginePool) -> dict[str, str]:
         return {"status": "starting", "split": "unproven"}
     pair_states = {pair.state for pair in pool.pairs}
     split = "proven" if pair_states == {PairState.PROVEN} else "unproven"
-    is_sound = all(state is EngineState.READY for state in states.values()) and not pair_states & {
+    is_sound = set(states.values()) <= {EngineState.READY, EngineState.DRAINING} and not pair_states & {
         PairState.NOT_MOVING,
         PairState.FAILING,
     }

@@ -6,9 +6,11 @@ from collections import OrderedDict
 from typing import TYPE_CHECKING
 
 from pdserve.core import PrefillPlace
+from pdserve.telemetry.metrics import PREFILLS
 
 if TYPE_CHECKING:
     from pdserve.protocol.admin import RequestRecord
+    from pdserve.telemetry.tally import Tally
 
 MAX_RECORDS = 1024
 _ANSWERED = 200
@@ -17,18 +19,21 @@ _ANSWERED = 200
 class Journal:
     """The last records, and counts since the start."""
 
-    def __init__(self) -> None:
+    def __init__(self, tally: Tally) -> None:
         self._records: OrderedDict[str, RequestRecord] = OrderedDict()
+        self._tally = tally
         self.num_requests = 0
-        self.num_by_place = dict.fromkeys(PrefillPlace, 0)
-        self.num_released = 0
-        self.num_release_failures = 0
+
+    @property
+    def num_by_place(self) -> dict[PrefillPlace, int]:
+        """Answered calls by where the prompt was computed."""
+        return {place: self._tally.value(PREFILLS, place) for place in PrefillPlace}
 
     def add(self, record: RequestRecord) -> None:
         """Keep a record; the oldest makes room."""
         self.num_requests += 1
         if record.status == _ANSWERED:
-            self.num_by_place[record.place] += 1
+            self._tally.count(PREFILLS, record.place.value)
         self._records[record.request_id] = record
         if len(self._records) > MAX_RECORDS:
             self._records.popitem(last=False)

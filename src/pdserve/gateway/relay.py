@@ -1,7 +1,7 @@
 """D's answer on its way to the client: from the engine's socket straight to the client's, without a queue or a task switch.
 
-Nothing reaches the client before D has answered: a status cannot be taken back, and until the first byte everything can
-still be tried otherwise. A stream's pieces are not parsed; only the event that holds the usage is. Knows no policy.
+Nothing reaches the client before D has something of the answer itself: a status cannot be taken back, and until the first byte
+everything can still be tried otherwise. A stream's pieces are not parsed; only an event that holds usage is. Knows no policy.
 """
 
 from __future__ import annotations
@@ -9,48 +9,64 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from pdserve.engine.transport import MAX_WHOLE_ANSWER_BYTES, Answer, content_type_of
-from pdserve.errors import ClientStalled, EngineError, EngineProtocolError
-from pdserve.protocol.sse import EventRelay, event_data, split_events
+from pdserve.errors import ClientStalled, DeadlinePassed, EngineError, EngineProtocolError, EngineStatus, Reason
+from pdserve.protocol.openai import error_status
+from pdserve.protocol.preamble import ends_stream, error_marks, is_preamble, stream_error
+from pdserve.protocol.sse import EventRelay, split_events
 
 if TYPE_CHECKING:
     import asyncio
     from collections.abc import Callable
 
     from pdserve.engine.transport import EngineClient
+    from pdserve.gateway.call import Reply
     from pdserve.http.client import ClientConnection, ConnectionFailed, ProtocolViolated
-    from pdserve.http.server import Headers, Response
+    from pdserve.http.server import Headers
+    from pdserve.protocol.openai import Api
     from pdserve.protocol.usage import UsageWatch
 
 _EVENT_STREAM = b"text/event-stream"
 _OK = 200
-_ERROR_EVENT = b'data: {"error"'
-"""How vLLM starts a stream that failed after its status had gone out (0.32, entrypoints/openai/completion/serving.py)."""
+_MAX_HELD_BYTES = 1024 * 1024
+"""Of events that carry nothing of the answer yet. The Responses API's first ones repeat the request's tools."""
 
 
 class Relay:
     """A sink for the D leg.
 
-    `outcome` is a whole Answer, or None when it was streamed to its end; or it raises EngineError or ClientStalled.
+    `outcome` is a whole Answer, or None when it was streamed to its end; or it raises EngineError, ClientStalled or
+    DeadlinePassed.
     """
 
     def __init__(
         self,
-        response: Response,
+        reply: Reply,
         engine: EngineClient,
         watch: UsageWatch,
         connection: ClientConnection,
         *,
+        api: Api,
         loop: asyncio.AbstractEventLoop,
         client_headers: Callable[[], Headers],
+        check_usage: Callable[[], EngineError | None],
         first_byte_timeout_s: float,
         silence_timeout_s: float,
+        total_timeout_s: float,
+        total_s: float,
     ) -> None:
+        """Timeouts in seconds. `total_timeout_s` is what is left of the `total_s` that the whole request may take."""
         self._loop = loop
-        self._response = response
+        self._reply = reply
+        self._api = api
         self._engine = engine
         self._client_headers = client_headers
+        self._watch = watch
+        self._check_usage = check_usage
+        """Whether what D has counted so far speaks against its answer."""
+        self._is_cut = False
         self._silence_timeout_s = silence_timeout_s
-        self._events = EventRelay(watch.edit_event)
+        self._error_marks = error_marks(api)
+        self._events = EventRelay(self._edit, mark=watch.mark)
         self._status = 0
         self._headers: Headers = []
         self._whole: list[bytes] | None = None
@@ -58,9 +74,15 @@ class Relay:
         self._connection: ClientConnection | None = connection
         """What feeds this sink, to be paused while the client reads too slowly; None once the answer is whole."""
         self._is_paused = False
+        self._held = b""
+        """Events that carry nothing of the answer yet."""
+        self._tail = b""
+        """The last events that came."""
         self._last_piece_s = self._loop.time()
         self._timeout_s = first_byte_timeout_s
-        self._timer = self._loop.call_later(first_byte_timeout_s, self._check_silence)
+        self._total_s = total_s
+        self._deadline_s = self._last_piece_s + total_timeout_s
+        self._timer = self._loop.call_later(min(first_byte_timeout_s, total_timeout_s), self._check_time)
         self.first_byte_at_s: float | None = None
         self.was_unsent = False
         """Whether the D leg was given up before all of it had left, so that D never had it."""
@@ -91,9 +113,15 @@ class Relay:
         events = self._events.feed(data)
         if not events:
             return
-        if self.first_byte_at_s is None and not self._start(events):
-            return
-        self._response.write(events)
+        if self.first_byte_at_s is None:
+            events = self._begin(events)
+        else:
+            for mark in self._error_marks:
+                if mark in events:
+                    events = self._until_error(events)
+        if events and not self._is_cut:
+            self._tail = events
+            self._reply.write(events)
 
     def on_end(self) -> None:
         self._connection = None
@@ -103,9 +131,16 @@ class Relay:
             self._note_first_byte()
             self.outcome.set_result(Answer(self._status, self._headers, b"".join(self._whole)))
         elif self.first_byte_at_s is None:
-            self._fail(EngineProtocolError("the stream ended before its first event", engine=str(self._engine.address)))
+            self._fail(
+                EngineProtocolError("the stream ended before it said anything", engine=str(self._engine.address))
+            )
+        elif not ends_stream(self._api, self._tail):
+            # The end of the body is not the end of the answer: a client would take the half for the whole.
+            message = "the stream ended in the middle of its answer"
+            reason = Reason.ENGINE_BROKE_OFF
+            self._fail(EngineProtocolError(message, engine=str(self._engine.address), reason=reason))
         else:
-            self._response.write(self._events.flush())
+            self._reply.write(self._events.flush())
             self.outcome.set_result(None)
 
     def on_failure(self, error: ConnectionFailed | ProtocolViolated) -> None:
@@ -128,27 +163,71 @@ class Relay:
 
     # Inside
 
-    def _start(self, events: bytes) -> bool:
-        """Send the head; False when the first event is an error, which can still be told with a status of its own."""
+    def _edit(self, event: bytes) -> bytes:
+        """An event with usage, for the client; with the wrong usage it is the end."""
+        edited = self._watch.edit_event(event)
+        error = self._check_usage()
+        if error is not None:
+            self._cut(error)
+            return b""
+        return edited
+
+    def _cut(self, error: EngineError) -> None:
+        """Nothing more goes to the client, not even what came in the same piece, such as [DONE]."""
+        self._is_cut = True
+        self._whole = []
+        self._fail(error)
+
+    def _begin(self, events: bytes) -> bytes:
+        """Hold back what carries nothing of the answer; then send the head. Gives what may go to the client.
+
+        An error that comes first can still be told with a status of its own, or be tried again.
+        """
+        for event in split_events(events):
+            if is_preamble(self._api, event) and len(self._held) < _MAX_HELD_BYTES:
+                self._held += event
+                continue
+            body = stream_error(self._api, event)
+            if body is not None:
+                self._become_whole(body)
+                return b""
+            self._note_first_byte()
+            headers = [(b"content-type", content_type_of(self._headers)), (b"cache-control", b"no-cache")]
+            self._reply.start(_OK, headers + self._client_headers(), source=self)
+            rest = self._held + events[events.index(event) :]
+            self._held = b""
+            return rest
+        return b""
+
+    def _become_whole(self, error: bytes) -> None:
+        """The stream told an error before anything else: its body is the answer, and names the status."""
         self._note_first_byte()
-        if events.startswith(_ERROR_EVENT):
-            body = event_data(split_events(events)[0])
-            self._whole = [body]
-            self._status = 0
-            self._headers = []
-            if not self.outcome.done():
-                self.outcome.set_result(Answer(0, [], body))
-            return False
-        headers = [(b"content-type", content_type_of(self._headers)), (b"cache-control", b"no-cache")]
-        self._response.start(_OK, headers + self._client_headers(), source=self)
-        return True
+        self._whole = [error]
+        self._headers = []
+        if not self.outcome.done():
+            self.outcome.set_result(Answer(0, [], error))
+
+    def _until_error(self, events: bytes) -> bytes:
+        """All of it, unless the engine tells an error there: that ends the stream, and whoever awaits the outcome tells it."""
+        before = b""
+        for event in split_events(events):
+            body = stream_error(self._api, event)
+            if body is not None:
+                if before:
+                    self._reply.write(before)
+                engine = str(self._engine.address)
+                status, kind = error_status(body), b"application/json"
+                self._cut(EngineStatus(engine=engine, status=status, content_type=kind, body=body))
+                return b""
+            before += event
+        return events
 
     def _note_first_byte(self) -> None:
         if self.first_byte_at_s is None:
             self.first_byte_at_s = self._last_piece_s = self._loop.time()
             self._timeout_s = self._silence_timeout_s
             self._timer.cancel()
-            self._timer = self._loop.call_later(self._timeout_s, self._check_silence)
+            self._timer = self._loop.call_at(self._next_check_s(), self._check_time)
 
     def _collect(self, data: bytes) -> None:
         assert self._whole is not None
@@ -158,18 +237,23 @@ class Relay:
             message = f"the answer exceeds {MAX_WHOLE_ANSWER_BYTES} bytes"
             self._fail(EngineProtocolError(message, engine=str(self._engine.address)))
 
-    def _check_silence(self) -> None:
-        """One timer for a whole answer, set anew only when it fires: a timer per piece would cost more than the piece."""
-        idle_s = self._loop.time() - self._last_piece_s
-        if idle_s < self._timeout_s:
-            self._timer = self._loop.call_later(self._timeout_s - idle_s, self._check_silence)
-            return
-        if self._is_paused:
-            self._fail(ClientStalled(self._timeout_s))
-            return
-        what = "the first byte" if self.first_byte_at_s is None else "the next piece"
-        self._fail(self._engine.timeout_of(what, self._timeout_s))
+    def _next_check_s(self) -> float:
+        return min(self._last_piece_s + self._timeout_s, self._deadline_s)
 
-    def _fail(self, error: EngineError | ClientStalled) -> None:
+    def _check_time(self) -> None:
+        """One timer for a whole answer, set anew only when it fires: a timer per piece would cost more than the piece."""
+        now_s = self._loop.time()
+        if now_s >= self._deadline_s:
+            self._fail(DeadlinePassed(self._total_s))
+        elif now_s < self._last_piece_s + self._timeout_s:
+            self._timer = self._loop.call_at(self._next_check_s(), self._check_time)
+        elif self._is_paused:
+            self._fail(ClientStalled(self._timeout_s))
+        elif self.first_byte_at_s is None:
+            self._fail(self._engine.timeout_of("the first byte", self._timeout_s, reason=Reason.FIRST_BYTE_TIMEOUT))
+        else:
+            self._fail(self._engine.timeout_of("the next piece", self._timeout_s, reason=Reason.SILENCE_TIMEOUT))
+
+    def _fail(self, error: EngineError | ClientStalled | DeadlinePassed) -> None:
         if not self.outcome.done():
             self.outcome.set_exception(error)

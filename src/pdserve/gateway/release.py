@@ -15,13 +15,14 @@ from pdserve.core import Role
 from pdserve.errors import EngineError
 from pdserve.protocol import nixl
 from pdserve.protocol.openai import Api
+from pdserve.telemetry.metrics import RELEASES
 
 if TYPE_CHECKING:
     from pdserve.core import EngineAddress
     from pdserve.engine.pool import EnginePool
-    from pdserve.gateway.journal import Journal
     from pdserve.http.server import Headers
     from pdserve.protocol.nixl import Handoff
+    from pdserve.telemetry.tally import Tally
 
 _TIMEOUT_S = 10.0
 _logger = logging.getLogger("pdserve.gateway")
@@ -30,9 +31,9 @@ _logger = logging.getLogger("pdserve.gateway")
 class Releaser:
     """Sends releases; one task each."""
 
-    def __init__(self, pool: EnginePool, journal: Journal) -> None:
+    def __init__(self, pool: EnginePool, tally: Tally) -> None:
         self._pool = pool
-        self._journal = journal
+        self._tally = tally
         self._tasks: set[asyncio.Task[None]] = set()
 
     def release(self, handoff: Handoff, *, headers: Headers, avoid: EngineAddress | None = None) -> None:
@@ -49,9 +50,9 @@ class Releaser:
     async def _release(self, handoff: Handoff, headers: Headers, avoid: EngineAddress | None) -> None:
         for decode in self._candidates(avoid):
             if await self._try_release(handoff, decode, headers):
-                self._journal.num_released += 1
+                self._tally.count(RELEASES, "released")
                 return
-        self._journal.num_release_failures += 1
+        self._tally.count(RELEASES, "failed")
         _logger.warning(
             "no decode engine took the release of %s: engine %s keeps %d blocks until its lease ends",
             handoff.request_id,

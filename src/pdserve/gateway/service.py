@@ -11,18 +11,22 @@ from typing import TYPE_CHECKING
 from pdserve.engine.pool import EnginePool
 from pdserve.gateway.admin import AdminApp
 from pdserve.gateway.app import ClientApp
+from pdserve.gateway.auth import read_credentials
 from pdserve.gateway.journal import Journal
 from pdserve.gateway.proxy import Proxy
 from pdserve.gateway.release import Releaser
-from pdserve.http.listener import Listener, bind
+from pdserve.http.listener import Listener, bind, server_tls
 from pdserve.policy.round_robin import RoundRobin
+from pdserve.telemetry.tally import Tally
 
 if TYPE_CHECKING:
     import socket
+    import ssl
     from collections.abc import AsyncIterator, Sequence
 
-    from pdserve.config import Config
+    from pdserve.config import Config, GatewayConfig
     from pdserve.core import EngineAddress
+    from pdserve.gateway.auth import Credentials
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,21 +54,28 @@ def bind_gateway(config: Config) -> tuple[socket.socket, socket.socket]:
 
 @contextlib.asynccontextmanager
 async def running_gateway(
-    config: Config, engines: Sequence[EngineAddress], sockets: tuple[socket.socket, socket.socket]
+    config: Config,
+    engines: Sequence[EngineAddress],
+    sockets: tuple[socket.socket, socket.socket],
+    *,
+    credentials: Credentials | None = None,
 ) -> AsyncIterator[Gateway]:
-    """Serve until the block is left; then drain within `timeouts.shutdown`."""
-    timeouts = config.timeouts
-    pool = EnginePool(engines, timeouts)
-    journal = Journal()
-    releaser = Releaser(pool, journal)
-    proxy = Proxy(pool, RoundRobin(), journal, releaser, timeouts, clock=time.monotonic)
+    """Serve until the block is left; then drain within `timeouts.shutdown`. Without credentials, those of `config` alone."""
+    credentials = credentials or read_credentials(config, {})
+    timeouts, clock = config.timeouts, time.monotonic
+    tally = Tally()
+    pool = EnginePool(engines, config, tally, access=credentials.engines, clock=clock)
+    journal = Journal(tally)
+    releaser = Releaser(pool, tally)
+    proxy = Proxy(config, pool, RoundRobin(), journal, releaser, tally=tally, credentials=credentials, clock=clock)
     client = Listener(
-        ClientApp(proxy, pool).router(),
+        ClientApp(proxy, pool).router(guard=credentials.admit),
         sockets[0],
+        tls=_client_tls(config.gateway),
         max_body_bytes=config.gateway.max_body_bytes,
         shutdown_s=timeouts.shutdown,
     )
-    admin = Listener(AdminApp(pool, journal).router(), sockets[1], shutdown_s=1)
+    admin = Listener(AdminApp(proxy).router(), sockets[1], shutdown_s=1)
     watching = asyncio.create_task(pool.run())
     try:
         async with admin, client:
@@ -73,3 +84,9 @@ async def running_gateway(
     finally:
         watching.cancel()
         await asyncio.wait([watching])
+
+
+def _client_tls(config: GatewayConfig) -> ssl.SSLContext | None:
+    if config.tls_cert is None or config.tls_key is None:
+        return None
+    return server_tls(config.tls_cert, config.tls_key)

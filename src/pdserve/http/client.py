@@ -8,11 +8,14 @@ happened on the wire, and pdserve.engine.transport makes engine errors of them.
 from __future__ import annotations
 
 import asyncio
+import http
 import ssl
 from collections import deque
 from typing import TYPE_CHECKING, Protocol, cast
 
 import httptools
+
+from pdserve.http.head import MAX_HEADER_BYTES, MAX_HEADERS
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -22,6 +25,11 @@ if TYPE_CHECKING:
 MAX_IDLE_S = 4.0
 """vLLM's server closes a connection that was idle for 5 s (VLLM_HTTP_TIMEOUT_KEEP_ALIVE, vllm/envs.py in 0.32). One that is
 used again just then would be lost together with its request, so ours are let go a second earlier."""
+
+
+_MAX_INTERIM_ANSWERS = 16
+"""A server may announce its answer (1xx) as often as it likes; one that does nothing else never answers."""
+_FIRST_FINAL_STATUS = 200
 
 
 class ConnectionFailed(Exception):
@@ -62,8 +70,16 @@ class ClientConnection(asyncio.Protocol):
         self._parser: httptools.HttpResponseParser | None = None
         self._sink: Sink | None = None
         self._headers: Headers = []
+        self._num_headers = 0
+        self._header_bytes = 0
+        self._num_interim = 0
+        self._silent_bytes = 0
+        self._has_news = False
         self._has_bytes = False
         self._is_head_whole = False
+        self._is_whole = False
+        self._may_be_kept = False
+        self._has_excess = False
         self._has_length = False
         self.is_closed = False
         self.was_used = False
@@ -74,15 +90,15 @@ class ClientConnection(asyncio.Protocol):
         assert self._sink is None
         assert self._transport is not None
         self._sink = sink
-        self._has_bytes = False
-        self._is_head_whole = False
-        self._headers = []
+        self._has_bytes = self._is_head_whole = self._is_whole = self._has_excess = False
+        self._num_interim = self._silent_bytes = 0
         self._parser = httptools.HttpResponseParser(self)
         self._transport.write(data)
 
     def abort(self) -> None:
         """Drop the exchange and the connection: the server sees its client gone. The sink hears nothing more."""
         self._sink = None
+        self._parser = None
         self.is_closed = True
         if self._transport is not None:
             self._transport.abort()
@@ -114,17 +130,28 @@ class ClientConnection(asyncio.Protocol):
             self.abort()
             return
         self._has_bytes = True
+        self._has_news = False
         try:
             self._parser.feed_data(data)
-        except httptools.HttpParserCallbackError:
+        except httptools.HttpParserCallbackError as exc:
+            if isinstance(exc.__context__, ProtocolViolated):
+                self._fail(exc.__context__)
+                return
             # A sink may not raise. If one does, its exchange must end all the same, and the fault be seen.
             self._fail(ProtocolViolated("the answer could not be taken"))
             raise
-        except httptools.HttpParserError as exc:
-            self._fail(ProtocolViolated(f"not a valid HTTP/1.1 answer: {exc}"))
+        except (httptools.HttpParserError, httptools.HttpParserUpgrade) as exc:
+            self._has_excess = True
+            if not self._is_whole:  # What follows a whole answer ends the connection, not the answer.
+                self._fail(ProtocolViolated(f"not a valid HTTP/1.1 answer: {_shown(exc)}"))
+        else:
+            self._watch_silence(len(data))
+        if self._is_whole:
+            self._finish()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.is_closed = True
+        self._parser = None
         sink, self._sink = self._sink, None
         if sink is None:
             self._forget(self)
@@ -137,45 +164,107 @@ class ClientConnection(asyncio.Protocol):
 
     # httptools' side
 
+    def on_message_begin(self) -> None:
+        self._has_news = True
+        self._has_excess = self._is_whole
+        self._headers = []
+        self._num_headers = 0
+        self._header_bytes = 0
+
     def on_header(self, name: bytes, value: bytes) -> None:
-        self._headers.append((name.lower(), value))
+        self._has_news = True
+        self._num_headers += 1
+        self._header_bytes += len(name) + len(value)
+        if self._header_bytes > MAX_HEADER_BYTES or self._num_headers > MAX_HEADERS:
+            raise _head_too_large()
+        if not self._is_head_whole:  # Else it is a trailer, which changes nothing.
+            self._headers.append((name.lower(), value.strip(b" \t")))
 
     def on_headers_complete(self) -> None:
+        if self._is_whole:
+            return
         assert self._parser is not None
         status = self._parser.get_status_code()
-        if status < 200:  # noqa: PLR2004 - 1xx announces the answer, it is none
-            self._headers = []
+        if status < _FIRST_FINAL_STATUS:
+            self._count_interim(status)
             return
         self._is_head_whole = True
-        self._has_length = any(name in {b"content-length", b"transfer-encoding"} for name, _ in self._headers)
+        self._has_length = _check_framing(self._parser.get_http_version(), self._headers)
         if self._sink is not None:
             self._sink.on_head(status, self._headers)
 
+    def on_chunk_header(self) -> None:
+        self._has_news = True
+
     def on_body(self, data: bytes) -> None:
-        if self._sink is not None:
+        self._has_news = True
+        if self._sink is not None and not self._is_whole:
             self._sink.on_body(data)
 
     def on_message_complete(self) -> None:
-        assert self._parser is not None
-        if self._parser.get_status_code() < 200 or self._sink is None:  # noqa: PLR2004
+        if self._is_whole or not self._is_head_whole or self._parser is None:
             return
-        sink, self._sink = self._sink, None
-        keep_alive = self._parser.should_keep_alive()
+        self._is_whole = True
+        self._may_be_kept = self._parser.should_keep_alive()  # llhttp knows it only here.
+
+    # Inside
+
+    def _finish(self) -> None:
+        """The answer is whole; the connection is good for another one unless it holds more bytes already."""
         self._parser = None
-        if keep_alive and self._transport is not None and not self._transport.is_closing():
+        sink, self._sink = self._sink, None
+        if sink is None or self._transport is None:
+            return  # The sink dropped it in the meantime.
+        if self._may_be_kept and not self._has_excess and not self._transport.is_closing():
             self._transport.resume_reading()
             self.was_used = True
             self._release(self)
-        elif self._transport is not None:
+        else:
             self.is_closed = True
             self._transport.close()
         sink.on_end()
+
+    def _count_interim(self, status: int) -> None:
+        self._num_interim += 1
+        if status == http.HTTPStatus.SWITCHING_PROTOCOLS:
+            raise ProtocolViolated("the server switches to another protocol, which nobody asked for")
+        if self._num_interim > _MAX_INTERIM_ANSWERS:
+            raise ProtocolViolated(f"more than {_MAX_INTERIM_ANSWERS} interim answers (1xx) and no answer")
+
+    def _watch_silence(self, num_bytes: int) -> None:
+        """httptools keeps a header until it is whole, without a limit: only how much it takes without a word tells."""
+        self._silent_bytes = 0 if self._has_news else self._silent_bytes + num_bytes
+        if self._silent_bytes > MAX_HEADER_BYTES:
+            self._fail(_head_too_large())
 
     def _fail(self, error: ProtocolViolated) -> None:
         sink = self._sink
         self.abort()
         if sink is not None:
             sink.on_failure(error)
+
+
+def _check_framing(version: str, headers: Headers) -> bool:
+    """Whether the answer tells its own end. Raises ProtocolViolated for one that tells two, or in a way not understood."""
+    if version not in {"1.0", "1.1"}:
+        raise ProtocolViolated(f"not a valid HTTP/1.1 answer: its version is {version}")
+    framing = [(name, value) for name, value in headers if name in {b"content-length", b"transfer-encoding"}]
+    if not framing:
+        return False
+    (name, value), *others = framing
+    if others:
+        raise ProtocolViolated("not a valid HTTP/1.1 answer: more than one of content-length and transfer-encoding")
+    if name == b"transfer-encoding" and (value.lower() != b"chunked" or version == "1.0"):
+        raise ProtocolViolated("not a valid HTTP/1.1 answer: its transfer-encoding is not chunked")
+    return True
+
+
+def _head_too_large() -> ProtocolViolated:
+    return ProtocolViolated(f"its headers exceed {MAX_HEADER_BYTES} bytes or {MAX_HEADERS} lines")
+
+
+def _shown(error: httptools.HttpParserError | httptools.HttpParserUpgrade) -> str:
+    return "an upgrade" if isinstance(error, httptools.HttpParserUpgrade) else str(error)
 
 
 class ConnectionPool:

@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import signal
 import socket
+import ssl
 from typing import TYPE_CHECKING, Self
 
 import uvicorn
@@ -43,6 +44,36 @@ def bind(host: str, port: int) -> socket.socket:
     return sock
 
 
+def server_tls(cert: str, key: str) -> ssl.SSLContext:
+    """TLS 1.2 and newer with this certificate and its key, both PEM. Raises ConfigError.
+
+    Loading them into the context again changes what new connections get; see `load_certificate`.
+    """
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    load_certificate(context, cert, key)
+    return context
+
+
+def load_certificate(context: ssl.SSLContext, cert: str, key: str) -> None:
+    """Raises ConfigError."""
+    where = f"gateway.tls_cert = {cert!r}, gateway.tls_key = {key!r}"
+    try:
+        context.load_cert_chain(cert, key, password=_no_password)
+    except ssl.SSLError as exc:
+        what = "they do not belong together" if exc.reason == "KEY_VALUES_MISMATCH" else "no PEM certificate and key"
+        raise ConfigError(f"{where}: {what}") from exc
+    except ValueError as exc:
+        raise ConfigError(f"{where}: the key is encrypted; give one that is not") from exc
+    except OSError as exc:
+        raise ConfigError(f"{where}: cannot read them: {exc.strerror}") from exc
+
+
+def _no_password() -> str:
+    """Without this, OpenSSL asks for one on the terminal."""
+    raise ValueError
+
+
 class Listener:
     """Serves one application on one socket while it is entered."""
 
@@ -51,6 +82,7 @@ class Listener:
         application: Application,
         sock: socket.socket,
         *,
+        tls: ssl.SSLContext | None = None,
         max_body_bytes: int = 64 * 1024 * 1024,
         keep_alive_s: float = 75.0,
         shutdown_s: float = 30.0,
@@ -59,6 +91,7 @@ class Listener:
             return ServerConnection(application, server_state, max_body_bytes=max_body_bytes, keep_alive_s=keep_alive_s)
 
         self._sock = sock
+        self._tls = tls
         self._is_started = False
         self._server = uvicorn.Server(
             uvicorn.Config(
@@ -77,7 +110,7 @@ class Listener:
     def url(self) -> str:
         """Where the listener is reached from this machine."""
         host, port = self._sock.getsockname()[:2]
-        return http_url(host, port)
+        return http_url(host, port, is_tls=self._tls is not None)
 
     @property
     def num_connections(self) -> int:
@@ -91,6 +124,7 @@ class Listener:
     async def __aenter__(self) -> Self:
         config = self._server.config
         config.load()
+        config.ssl = self._tls
         self._server.lifespan = config.lifespan_class(config)
         await self._server.startup(sockets=[self._sock])
         self._is_started = True

@@ -17,27 +17,41 @@ from typing import TYPE_CHECKING, Protocol, cast
 import httptools
 
 from pdserve.errors import InvalidRequest, Reason
+from pdserve.http.hang_up import HangUpWatch
+from pdserve.http.head import (
+    MAX_HEADER_BYTES,
+    MAX_HEADERS,
+    check_framing,
+    check_host,
+    expects_continue,
+    read_target,
+)
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from uvicorn.server import ServerState
 
 Headers = list[tuple[bytes, bytes]]
 
-MAX_HEADER_BYTES = 64 * 1024
-"""The request line and all headers together; nginx and Node allow 8 to 16 KiB, some API gateways add long tokens."""
-MAX_HEADERS = 128
 HEADER_TIMEOUT_S = 30.0
 """From the connection, or a request's first byte, to the end of its headers: a client that sends a byte a minute is cut off."""
 BODY_TIMEOUT_S = 300.0
 MAX_PIPELINED = 16
 """Requests that may wait behind the one that is being answered before the connection is no longer read."""
+LINGER_S = 2.0
+"""How long a client's bytes are still taken, and dropped, after its last answer: closing in the middle of them would reset
+the connection, and the client would lose that answer."""
+PROBE_INTERVAL_S = 5.0
+"""How often a half-closed client is asked whether it is still there."""
+FLUSH_INTERVAL_S = 15.0
+"""A closing connection must get rid of some of its last bytes in this time: a client that reads nothing is not waited for."""
 
 _STATUS_LINES = {
     status.value: b"HTTP/1.1 %d %s\r\n" % (status.value, status.phrase.encode()) for status in http.HTTPStatus
 }
 
+_CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 _logger = logging.getLogger("pdserve.http")
 
 
@@ -64,7 +78,17 @@ class Application(Protocol):
 class Request:
     """One whole request. Header names are lower case."""
 
-    __slots__ = ("body", "headers", "keep_alive", "knows_chunks", "method", "path", "query", "received_at_s")
+    __slots__ = (
+        "body",
+        "headers",
+        "keep_alive",
+        "key_name",
+        "knows_chunks",
+        "method",
+        "path",
+        "query",
+        "received_at_s",
+    )
 
     def __init__(
         self,
@@ -87,6 +111,8 @@ class Request:
         """False for HTTP/1.0, where the end of the connection is the end of the body."""
         self.keep_alive = keep_alive
         self.received_at_s = received_at_s
+        self.key_name: str | None = None
+        """Whose key came with it, once the application knows: a name that may be shown anywhere."""
 
     def header(self, name: bytes) -> bytes | None:
         """The first header of that (lower-case) name."""
@@ -99,12 +125,12 @@ class Request:
 class Response:
     """The answer to one request; writes straight to the client's socket, without a queue of its own."""
 
-    __slots__ = ("_connection", "_head_only", "_is_chunked", "_keep_alive", "_knows_chunks", "is_ended", "is_started")
+    __slots__ = ("_connection", "_head_only", "_is_chunked", "_keep_alive", "is_ended", "is_started", "knows_chunks")
 
     def __init__(self, connection: ServerConnection, *, head_only: bool, knows_chunks: bool, keep_alive: bool) -> None:
         self._connection = connection
         self._head_only = head_only
-        self._knows_chunks = knows_chunks
+        self.knows_chunks = knows_chunks
         self._keep_alive = keep_alive
         self._is_chunked = False
         self.is_started = False
@@ -123,7 +149,7 @@ class Response:
         """Send the head of an answer whose length is not known; `source` is paused while the client reads too slowly."""
         assert not self.is_started
         self.is_started = True
-        self._is_chunked = self._knows_chunks
+        self._is_chunked = self.knows_chunks
         framing = b"transfer-encoding: chunked\r\n" if self._is_chunked else b""
         self._connection.write(self._head(status, headers, framing))
         self._connection.feed_from(source)
@@ -151,6 +177,7 @@ class Response:
 
     def _head(self, status: int, headers: Sequence[tuple[bytes, bytes]], framing: bytes) -> bytes:
         line = _STATUS_LINES.get(status) or b"HTTP/1.1 %d \r\n" % status
+        self._keep_alive = self._keep_alive and self._connection.keeps_alive
         closing = b"" if self._keep_alive else b"connection: close\r\n"
         return b"".join((line, *(b"%b: %b\r\n" % header for header in headers), framing, closing, b"\r\n"))
 
@@ -168,19 +195,32 @@ class ServerConnection(asyncio.Protocol):
         self._loop = asyncio.get_running_loop()
         self._parser = httptools.HttpRequestParser(self)
         self._transport: asyncio.Transport | None = None
-        self._task: asyncio.Task[None] | None = None
-        self._waiting: deque[Request] = deque()
         self._timer: asyncio.TimerHandle | None = None
         self._is_closing = False
-        self._has_ended_response = False
+        self._is_deaf = False
+        """What comes now is no request any more: after a refusal, or behind a request that was to be the last."""
+        self._has_excess = False
+        # What is being answered
+        self._task: asyncio.Task[None] | None = None
+        self._response: Response | None = None
+        self._waiting: deque[Request] = deque()
+        self._waiting_bytes = 0
+        self._refusal: InvalidRequest | None = None
+        """The last answer of this connection, when the requests before it have theirs."""
+        self._hang_up: HangUpWatch | None = None
+        self._is_write_paused = False
+        self.source: PausableSource | None = None
+        # What is being read
+        self._has_news = False
+        self._silent_bytes = 0
+        self._is_in_message = False
+        self._is_in_body = False
+        self._owes_continue = False
         self._url = b""
         self._headers: Headers = []
         self._header_bytes = 0
-        self._is_in_body = False
-        self._body: list[bytes] = []
-        self._body_bytes = 0
-        self._is_write_paused = False
-        self.source: PausableSource | None = None
+        self._num_headers = 0
+        self._body: bytes | bytearray = b""
 
     # asyncio's side
 
@@ -188,31 +228,40 @@ class ServerConnection(asyncio.Protocol):
         # uvloop's transports are none of asyncio's classes, though they do all that these do.
         self._transport = cast("asyncio.Transport", transport)
         self._state.connections.add(self)  # type: ignore[arg-type]
-        self._start_timer(HEADER_TIMEOUT_S)
+        self._start_timer(HEADER_TIMEOUT_S, self._time_out)
 
     def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002
         self._state.connections.discard(self)
         self._is_closing = True
         self._stop_timer()
+        if self._hang_up is not None:
+            self._hang_up.close()
         self._waiting.clear()
         self.source = None
         if self._task is not None and not self._has_ended_response:
             self._task.cancel()
 
+    def eof_received(self) -> bool:
+        """Whether the connection stays: a client that has nothing more to send still gets its answer (RFC 9112, 9.6).
+
+        A gone client looks the same until something is sent to it. Before an answer has begun there is a harmless word to
+        send, and its reset comes within a round trip. Without one to send (HTTP/1.0, a stream that has begun) it counts as
+        gone, and so it does under TLS, which knows no half of a connection.
+        """
+        transport, response = self._transport, self._response
+        if self._is_closing or transport is None or transport.get_extra_info("sslcontext") is not None:
+            return False
+        if self._task is None or response is None or response.is_started or not response.knows_chunks:
+            return False
+        self._is_deaf = True
+        self._hang_up = HangUpWatch(self._loop, transport.get_extra_info("socket").fileno(), self.abort)
+        self._ask_if_gone()
+        return True
+
     def data_received(self, data: bytes) -> None:
-        if self._is_closing:
-            return
-        try:
-            self._parser.feed_data(data)
-        except httptools.HttpParserUpgrade as exc:
-            self._go_on_without_upgrade(data[exc.args[0] :])
-        except httptools.HttpParserCallbackError as exc:
-            refusal = exc.__context__
-            if not isinstance(refusal, InvalidRequest):
-                raise
-            self._refuse(refusal)
-        except httptools.HttpParserError as exc:
-            self._refuse(InvalidRequest(f"not a valid HTTP/1.1 request: {exc}", reason=Reason.MALFORMED_HTTP))
+        while data and not self._is_deaf and not self._is_closing:
+            data = self._parse(data)
+        self._has_excess |= self._is_deaf and bool(data)
 
     def pause_writing(self) -> None:
         self._is_write_paused = True
@@ -227,69 +276,91 @@ class ServerConnection(asyncio.Protocol):
     # httptools' side
 
     def on_message_begin(self) -> None:
+        self._has_news = True
+        self._is_in_message = True
+        self._is_in_body = False
+        self._owes_continue = False
         self._url = b""
         self._headers = []
         self._header_bytes = 0
-        self._is_in_body = False
-        self._body = []
-        self._body_bytes = 0
+        self._num_headers = 0
+        self._body = b""
         if self._task is None:
-            self._start_timer(HEADER_TIMEOUT_S)
+            self._start_timer(HEADER_TIMEOUT_S, self._time_out)
 
     def on_url(self, url: bytes) -> None:
+        self._has_news = True
         self._url += url
         self._count_header_bytes(len(url))
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        if self._is_in_body:
-            return  # A trailer after the last chunk: nothing here may depend on it.
-        self._headers.append((name.lower(), value))
+        self._has_news = True
+        self._num_headers += 1
         self._count_header_bytes(len(name) + len(value))
-        if len(self._headers) > MAX_HEADERS:
+        if self._num_headers > MAX_HEADERS:
             raise InvalidRequest(f"more than {MAX_HEADERS} headers", status=431, reason=Reason.HEADERS_TOO_LARGE)
+        if not self._is_in_body:  # A trailer after the last chunk: nothing here may depend on it.
+            self._headers.append((name.lower(), value.strip(b" \t")))
 
     def on_headers_complete(self) -> None:
+        version = self._parser.get_http_version()
+        check_framing(version, self._headers)
+        check_host(version, self._headers)
+        if self._parser.should_upgrade():
+            return  # The same head comes again: see `_without_upgrade`.
+        read_target(self._parser.get_method(), self._url)
         self._is_in_body = True
+        length = next((int(value) for name, value in self._headers if name == b"content-length"), 0)
+        self._check_body_bytes(length)
+        self._owes_continue = expects_continue(version, self._headers)
         if self._task is None:
-            self._start_timer(BODY_TIMEOUT_S)
-        for name, value in self._headers:
-            if name == b"content-length" and value.isdigit() and int(value) > self._max_body_bytes:
-                self._refuse_body()
-            if name == b"expect" and value.lower() == b"100-continue" and self._task is None:
-                self.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+            self._await_body()
+
+    def on_chunk_header(self) -> None:
+        self._has_news = True
 
     def on_body(self, data: bytes) -> None:
-        self._body.append(data)
-        self._body_bytes += len(data)
-        if self._body_bytes > self._max_body_bytes:
-            self._refuse_body()
+        self._has_news = True
+        self._owes_continue = False
+        self._check_body_bytes(len(self._body) + len(data))
+        if not self._body:
+            self._body = data
+        elif isinstance(self._body, bytes):
+            self._body = bytearray(self._body) + data
+        else:
+            self._body += data  # Not a list of pieces: a chunk of one byte would weigh fifty.
 
     def on_message_complete(self) -> None:
         if self._parser.should_upgrade():
-            return  # Not complete at all: see `_go_on_without_upgrade`.
-        path, _, query = self._url.partition(b"?")
-        body = self._body[0] if len(self._body) == 1 else b"".join(self._body)
+            return  # Not complete at all: see `_without_upgrade`.
+        self._is_in_message = False
+        method = self._parser.get_method()
+        path, query = read_target(method, self._url)
         # HTTP/1.0 knows no chunks, and keeps a connection only where both sides say so, which is not worth the words.
         is_http_1_0 = self._parser.get_http_version() == "1.0"
         request = Request(
-            self._parser.get_method(),
+            method,
             path,
             query,
             self._headers,
-            body,
+            bytes(self._body),
             knows_chunks=not is_http_1_0,
             keep_alive=self._parser.should_keep_alive() and not is_http_1_0,
             received_at_s=time.monotonic(),
         )
-        self._body = []
+        self._body = b""
+        self._is_deaf = not request.keep_alive
         if self._task is None:
             self._answer(request)
-            return
-        self._waiting.append(request)
-        if len(self._waiting) >= MAX_PIPELINED and self._transport is not None:
-            self._transport.pause_reading()
+        else:
+            self._queue(request)
 
     # The response's side
+
+    @property
+    def keeps_alive(self) -> bool:
+        """Whether another request may come after the one in hand."""
+        return self._keep_alive_s > 0
 
     def write(self, data: bytes) -> None:
         if self._transport is not None and not self._is_closing:
@@ -302,10 +373,9 @@ class ServerConnection(asyncio.Protocol):
             source.pause_reading()
 
     def response_ended(self, *, keep_alive: bool) -> None:
-        self._has_ended_response = True
         self.source = None
         if not keep_alive:
-            self._close()
+            self._close(lingers=self._has_excess or self._refusal is not None)
 
     def abort(self) -> None:
         self._is_closing = True
@@ -316,28 +386,108 @@ class ServerConnection(asyncio.Protocol):
     # uvicorn's side
 
     def shutdown(self) -> None:
-        """Close now when idle, else after the request in hand."""
+        """Close now when idle, else after the request in hand, also when only part of it is here yet."""
+        is_second = self._keep_alive_s <= 0
         self._waiting.clear()
-        if self._task is None:
+        self._keep_alive_s = 0.0
+        if self._task is None and (is_second or not self._is_in_message):
             self._close()
-        else:
-            self._keep_alive_s = 0.0
 
-    # Inside
+    # Reading
+
+    def _parse(self, data: bytes) -> bytes:
+        """What is to be read again, which is nothing but for an upgrade."""
+        self._has_news = False
+        try:
+            self._parser.feed_data(data)
+        except httptools.HttpParserUpgrade as exc:
+            return self._without_upgrade(data[exc.args[0] :])
+        except httptools.HttpParserCallbackError as exc:
+            refusal = exc.__context__
+            if not isinstance(refusal, InvalidRequest):
+                raise
+            self._refuse(refusal)
+        except httptools.HttpParserError as exc:
+            if self._is_deaf:  # llhttp minds what comes behind `connection: close`.
+                return data
+            self._refuse(InvalidRequest(f"not a valid HTTP/1.1 request: {exc}", reason=Reason.MALFORMED_HTTP))
+        else:
+            self._watch_silence(len(data))
+        return b""
+
+    def _watch_silence(self, num_bytes: int) -> None:
+        """httptools keeps a header until it is whole, without a limit: only how much it takes without a word tells."""
+        self._silent_bytes = 0 if self._has_news else self._silent_bytes + num_bytes
+        if self._silent_bytes > MAX_HEADER_BYTES:
+            self._refuse(_headers_too_large())
+
+    def _without_upgrade(self, rest: bytes) -> bytes:
+        """Answer in HTTP/1.1, as RFC 9110 (7.8) allows; Java's client asks for h2c with every first request.
+
+        llhttp stops at the end of the headers then, so the same request is read again without that header.
+        """
+        method = self._parser.get_method()
+        if method == b"CONNECT":
+            self._refuse(InvalidRequest("this is no proxy", status=405, reason=Reason.METHOD_NOT_ALLOWED))
+            return b""
+        version = self._parser.get_http_version().encode()
+        headers = [header for header in self._headers if header[0] not in {b"upgrade", b"http2-settings"}]
+        head = b"%b %b HTTP/%b\r\n" % (method, self._url, version)
+        self._parser = httptools.HttpRequestParser(self)
+        return head + b"".join(b"%b: %b\r\n" % header for header in headers) + b"\r\n" + rest
+
+    def _count_header_bytes(self, num_bytes: int) -> None:
+        self._header_bytes += num_bytes
+        if self._header_bytes > MAX_HEADER_BYTES:
+            raise _headers_too_large()
+
+    def _check_body_bytes(self, num_bytes: int) -> None:
+        if num_bytes > self._max_body_bytes:
+            message = f"the body exceeds {self._max_body_bytes} bytes"
+            raise InvalidRequest(message, status=413, reason=Reason.BODY_TOO_LARGE)
+
+    def _await_body(self) -> None:
+        self._start_timer(BODY_TIMEOUT_S, self._time_out)
+        if self._owes_continue:
+            self._owes_continue = False
+            self.write(_CONTINUE)
+
+    def _time_out(self) -> None:
+        """The next request did not come, or not to its end."""
+        if not self._is_in_message:
+            self._close()
+            return
+        what = "body" if self._is_in_body else "headers"
+        message = f"the request's {what} did not come in time"
+        self._refuse(InvalidRequest(message, status=408, reason=Reason.REQUEST_TIMEOUT))
+
+    # Answering
+
+    def _queue(self, request: Request) -> None:
+        self._waiting.append(request)
+        self._waiting_bytes += len(request.body)
+        is_full = len(self._waiting) >= MAX_PIPELINED or self._waiting_bytes > self._max_body_bytes
+        if is_full and self._transport is not None:
+            self._transport.pause_reading()
 
     def _answer(self, request: Request) -> None:
         self._stop_timer()
-        self._has_ended_response = False
-        response = Response(
-            self,
-            head_only=request.method == b"HEAD",
-            knows_chunks=request.knows_chunks,
-            keep_alive=request.keep_alive and self._keep_alive_s > 0,
+        response = self._response = Response(
+            self, head_only=request.method == b"HEAD", knows_chunks=request.knows_chunks, keep_alive=request.keep_alive
         )
         self._task = self._loop.create_task(self._application.handle(request, response))
         self._state.tasks.add(self._task)
         self._state.total_requests += 1
         self._task.add_done_callback(self._answered)
+        if self._hang_up is not None:
+            self._start_timer(PROBE_INTERVAL_S, self._ask_if_gone)
+
+    def _ask_if_gone(self) -> None:
+        """A client that was only half closed may leave later, and its machine says nothing of it by itself."""
+        response = self._response
+        if response is not None and not response.is_started and response.knows_chunks:
+            self.write(_CONTINUE)
+            self._start_timer(PROBE_INTERVAL_S, self._ask_if_gone)
 
     def _answered(self, task: asyncio.Task[None]) -> None:
         self._state.tasks.discard(task)
@@ -346,63 +496,87 @@ class ServerConnection(asyncio.Protocol):
             _logger.error("the application failed", exc_info=error)
         if self._is_closing:
             return
-        if not self._has_ended_response or self._keep_alive_s <= 0:
+        if not self._has_ended_response:
             self._close()
         elif self._waiting:
-            request = self._waiting.popleft()
-            if self._transport is not None and not self._transport.is_reading():
-                self._transport.resume_reading()
-            self._answer(request)
+            self._answer_next()
+        elif self._refusal is not None:
+            self._answer_refusal(self._refusal)
+        elif not self.keeps_alive or self._hang_up is not None:
+            self._close()
         else:
-            self._start_timer(self._keep_alive_s)
+            self._await_request()
 
-    def _go_on_without_upgrade(self, rest: bytes) -> None:
-        """Answer in HTTP/1.1, as RFC 9110 (7.8) allows; Java's client asks for h2c with every first request.
+    def _answer_next(self) -> None:
+        request = self._waiting.popleft()
+        self._waiting_bytes -= len(request.body)
+        if self._transport is not None and self._hang_up is None and not self._transport.is_reading():
+            self._transport.resume_reading()
+        self._answer(request)
 
-        llhttp stops at the end of the headers then, so the same request is read again without that header.
-        """
-        method = self._parser.get_method()
-        if method == b"CONNECT":
-            self._refuse(InvalidRequest("this is no proxy", status=405, reason=Reason.METHOD_NOT_ALLOWED))
-            return
-        version = self._parser.get_http_version().encode()
-        headers = [header for header in self._headers if header[0] not in {b"upgrade", b"http2-settings"}]
-        head = b"%b %b HTTP/%b\r\n" % (method, self._url, version)
-        self._parser = httptools.HttpRequestParser(self)
-        self.data_received(head + b"".join(b"%b: %b\r\n" % header for header in headers) + b"\r\n" + rest)
+    def _await_request(self) -> None:
+        """The next one may be half here already."""
+        if not self._is_in_message:
+            self._start_timer(self._keep_alive_s, self._time_out)
+        elif self._is_in_body:
+            self._await_body()
+        else:
+            self._start_timer(HEADER_TIMEOUT_S, self._time_out)
 
-    def _count_header_bytes(self, num_bytes: int) -> None:
-        self._header_bytes += num_bytes
-        if self._header_bytes > MAX_HEADER_BYTES:
-            raise InvalidRequest(
-                f"request line and headers exceed {MAX_HEADER_BYTES} bytes", status=431, reason=Reason.HEADERS_TOO_LARGE
-            )
-
-    def _refuse_body(self) -> None:
-        raise InvalidRequest(f"the body exceeds {self._max_body_bytes} bytes", status=413, reason=Reason.BODY_TOO_LARGE)
+    @property
+    def _has_ended_response(self) -> bool:
+        return self._response is not None and self._response.is_ended
 
     def _refuse(self, error: InvalidRequest) -> None:
         """Answer what is not a request, and close: where the next one begins can no longer be known."""
-        if self._task is not None:
-            # An answer is under way on this connection; a second one would land in the middle of it.
-            self._task.cancel()
-            self.abort()
-            return
+        self._is_deaf = True
+        self._refusal = error
+        if self._task is None:
+            self._answer_refusal(error)
+
+    def _answer_refusal(self, error: InvalidRequest) -> None:
         response = Response(self, head_only=False, knows_chunks=True, keep_alive=False)
         headers, body = self._application.render_error(error)
         response.send(error.status, headers, body)
 
-    def _close(self) -> None:
+    # Closing
+
+    def _close(self, *, lingers: bool = False) -> None:
         self._is_closing = True
         self._stop_timer()
-        if self._transport is not None:
-            self._transport.close()
+        transport = self._transport
+        if transport is None or transport.is_closing():
+            return
+        if lingers and self._hang_up is None:
+            if transport.can_write_eof():
+                transport.write_eof()
+            self._start_timer(LINGER_S, self._close)
+            return
+        transport.close()
+        self._await_flush(transport, transport.get_write_buffer_size())
 
-    def _start_timer(self, delay_s: float) -> None:
+    def _await_flush(self, transport: asyncio.Transport, num_bytes: int) -> None:
+        """asyncio would wait without an end for a client that reads nothing."""
+        if num_bytes:
+            self._start_timer(FLUSH_INTERVAL_S, lambda: self._check_flush(transport, num_bytes))
+
+    def _check_flush(self, transport: asyncio.Transport, num_bytes_before: int) -> None:
+        num_bytes = transport.get_write_buffer_size()
+        if num_bytes >= num_bytes_before:
+            transport.abort()
+        else:
+            self._await_flush(transport, num_bytes)
+
+    def _start_timer(self, delay_s: float, on_end: Callable[[], None]) -> None:
         self._stop_timer()
-        self._timer = self._loop.call_later(delay_s, self._close)
+        self._timer = self._loop.call_later(delay_s, on_end)
 
     def _stop_timer(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
+
+
+def _headers_too_large() -> InvalidRequest:
+    message = f"request line and headers exceed {MAX_HEADER_BYTES} bytes"
+    return InvalidRequest(message, status=431, reason=Reason.HEADERS_TOO_LARGE)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 from typing import TYPE_CHECKING, Protocol
 
-from pdserve.core import AloneReason, Decision, DecodeAlone, EngineAddress, RemotePrefill, Role
+from pdserve.core import AloneReason, Decision, DecodeAlone, EngineName, RemotePrefill, Role
 from pdserve.errors import NoEligibleEngine
 
 if TYPE_CHECKING:
@@ -32,16 +32,24 @@ class RoundRobin:
 
     def decide(self, facts: RequestFacts, engines: Sequence[EngineSnapshot]) -> Decision:
         """Where one request goes. Raises NoEligibleEngine when no decode engine is healthy."""
-        decode = self._next(Role.DECODE, engines)
-        if decode is None:
+        decodes = _healthy(Role.DECODE, engines)
+        if not decodes:
             raise NoEligibleEngine("no decode engine is healthy; `pdserve status` tells which are down")
         if facts.alone_reason is not None:
-            return DecodeAlone(decode, facts.alone_reason)
-        prefill = self._next(Role.PREFILL, engines)
-        if prefill is None:
-            return DecodeAlone(decode, AloneReason.NO_PREFILL_ENGINE)
+            return DecodeAlone(self._next(decodes).address, facts.alone_reason)
+        prefills = _healthy(Role.PREFILL, engines)
+        reached = frozenset[EngineName]().union(*(prefill.partners for prefill in prefills))
+        paired = [engine for engine in decodes if engine.address.name in reached]
+        if not paired:
+            reason = AloneReason.NO_PROVEN_PAIR if prefills else AloneReason.NO_PREFILL_ENGINE
+            return DecodeAlone(self._next(decodes).address, reason)
+        decode = self._next(paired).address
+        prefill = self._next([engine for engine in prefills if decode.name in engine.partners]).address
         return RemotePrefill(prefill, decode)
 
-    def _next(self, role: Role, engines: Sequence[EngineSnapshot]) -> EngineAddress | None:
-        candidates = [engine.address for engine in engines if engine.address.role == role and engine.is_healthy]
-        return candidates[next(self._turns[role]) % len(candidates)] if candidates else None
+    def _next(self, candidates: Sequence[EngineSnapshot]) -> EngineSnapshot:
+        return candidates[next(self._turns[candidates[0].address.role]) % len(candidates)]
+
+
+def _healthy(role: Role, engines: Sequence[EngineSnapshot]) -> list[EngineSnapshot]:
+    return [engine for engine in engines if engine.address.role == role and engine.is_healthy]

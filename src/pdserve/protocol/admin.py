@@ -23,7 +23,10 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     url: str
     state: str
     cause: str
+    breaker: str
     num_in_flight: int
+    num_held: int
+    """Handoffs whose KV it holds for a decode engine that has not answered yet."""
 
 
 class PairInfo(msgspec.Struct, frozen=True, kw_only=True):
@@ -46,6 +49,8 @@ class GatewayStatus(msgspec.Struct, frozen=True, kw_only=True):
     engines: list[EngineInfo]
     pairs: list[PairInfo]
     num_requests: int
+    num_running: int
+    num_queued: int
     num_by_place: dict[PrefillPlace, int]
     num_released: int
     num_release_failures: int
@@ -95,6 +100,7 @@ class RequestRecord(msgspec.Struct, frozen=True, kw_only=True):
 
     request_id: str
     path: str
+    key_name: str | None
     is_stream: bool
     prefill: str | None
     decode: str | None
@@ -106,5 +112,7 @@ class RequestRecord(msgspec.Struct, frozen=True, kw_only=True):
     num_prompt_tokens: int | None
     num_remote_tokens: int | None
     num_output_tokens: int | None
+    num_failed_legs: int
+    """Legs that failed before this answer or error."""
     phases: Phases
     handoff: HandoffRecord | None

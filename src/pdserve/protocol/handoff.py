@@ -13,12 +13,11 @@ from typing import NamedTuple
 class State(enum.Enum):
     """Where a request is."""
 
-    NEW = "new"
+    OPEN = "open"
+    """No leg is under way and no handoff in hand: at the start, and again after a leg that failed."""
     PREFILLING = "prefilling"
     HELD = "held"
     """P holds the prompt's blocks for us, and no D knows of them yet."""
-    UNSPLIT = "unsplit"
-    """No handoff in hand: D is to compute the prompt too."""
     HANDED = "handed"
     """D has the handoff and answers for P's blocks: it pulls and frees them, or frees them when the request is aborted."""
     ALONE = "alone"
@@ -30,18 +29,19 @@ class Event(enum.Enum):
     """What can happen to it."""
 
     PREFILL_SENT = "prefill_sent"
-    ALONE_CHOSEN = "alone_chosen"
     HANDOFF_TAKEN = "handoff_taken"
     PREFILL_FAILED = "prefill_failed"
     """P answered without a usable handoff, or not at all; whatever P computed, it keeps no blocks for us."""
     PREFILL_REFUSED = "prefill_refused"
     """P found fault with the client's request; D would find the same."""
     HANDOFF_REFUSED = "handoff_refused"
-    """Too old, or an address that D cannot reach: not sent."""
+    """Too old, from an engine that nobody proved, or an address that D may not or cannot reach: not sent."""
     DECODE_SENT = "decode_sent"
     DECODE_ANSWERED = "decode_answered"
     DECODE_REFUSED = "decode_refused"
     """D found fault with the request before admission, and told P to free."""
+    DECODE_REFUSED_UNTOLD = "decode_refused_untold"
+    """The same in a way of which P hears nothing (protocol/nixl.py, `tells_prefill`)."""
     DECODE_LOST = "decode_lost"
     """D died, failed in itself or kept silent before it answered: it may never have told P anything."""
     FINISHED = "finished"
@@ -63,15 +63,15 @@ _END = Step(State.CLOSED)
 _END_RELEASING = Step(State.CLOSED, releases=True)
 
 TABLE: dict[State, dict[Event, Step]] = {
-    State.NEW: {
+    State.OPEN: {
         Event.PREFILL_SENT: Step(State.PREFILLING),
-        Event.ALONE_CHOSEN: Step(State.UNSPLIT),
+        Event.DECODE_SENT: Step(State.ALONE),
         Event.CANCELLED: _END,
         Event.FAILED: _END,
     },
     State.PREFILLING: {
         Event.HANDOFF_TAKEN: Step(State.HELD),
-        Event.PREFILL_FAILED: Step(State.UNSPLIT),
+        Event.PREFILL_FAILED: Step(State.OPEN),
         Event.PREFILL_REFUSED: _END,
         # P sees its client gone and aborts: an aborted request keeps no blocks (pull_scheduler.py, request_finished). An
         # answer that has left P by then and has not come here keeps them until the lease ends: nobody knows its handoff.
@@ -80,19 +80,16 @@ TABLE: dict[State, dict[Event, Step]] = {
     },
     State.HELD: {
         Event.DECODE_SENT: Step(State.HANDED),
-        Event.HANDOFF_REFUSED: Step(State.UNSPLIT, releases=True),
+        Event.HANDOFF_REFUSED: Step(State.OPEN, releases=True),
         Event.CANCELLED: _END_RELEASING,
         Event.FAILED: _END_RELEASING,
-    },
-    State.UNSPLIT: {
-        Event.DECODE_SENT: Step(State.ALONE),
-        Event.CANCELLED: _END,
-        Event.FAILED: _END,
     },
     State.HANDED: {
         Event.DECODE_ANSWERED: Step(State.DECODING),
         Event.DECODE_REFUSED: _END,
-        Event.DECODE_LOST: _END_RELEASING,
+        Event.DECODE_REFUSED_UNTOLD: _END_RELEASING,
+        # A handoff that D had is never sent again: D may have freed the blocks with it.
+        Event.DECODE_LOST: Step(State.OPEN, releases=True),
         # D sees its client gone and aborts, which frees P's blocks whether or not it had pulled them.
         Event.CANCELLED: _END,
         Event.FAILED: _END_RELEASING,
@@ -100,7 +97,8 @@ TABLE: dict[State, dict[Event, Step]] = {
     State.ALONE: {
         Event.DECODE_ANSWERED: Step(State.DECODING),
         Event.DECODE_REFUSED: _END,
-        Event.DECODE_LOST: _END,
+        Event.DECODE_REFUSED_UNTOLD: _END,
+        Event.DECODE_LOST: Step(State.OPEN),
         Event.CANCELLED: _END,
         Event.FAILED: _END,
     },
@@ -124,7 +122,7 @@ class RequestLife:
     __slots__ = ("state",)
 
     def __init__(self) -> None:
-        self.state = State.NEW
+        self.state = State.OPEN
 
     def apply(self, event: Event) -> bool:
         """Move on. Returns whether P's blocks must be released now. Raises IllegalTransition."""

@@ -11,7 +11,9 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from pdserve.protocol.openai import LIMIT_FIELDS, NOT_JSON, Fields, join, try_split
+from pdserve.protocol.api import LIMIT_FIELD, LIMIT_FIELDS, Api
+from pdserve.protocol.fields import NOT_JSON, Fields, join, try_decode, try_split
+from pdserve.protocol.usage import cache_hits, parse_usage, prompt_details
 
 _PREFILL_PARAMS = msgspec.Raw(
     b'{"do_remote_decode":true,"do_remote_prefill":false,"remote_engine_id":null,'
@@ -48,15 +50,19 @@ class _Params(msgspec.Struct, frozen=True):
     transfer_mode: str | None = None
 
 
-class _PrefillUsage(msgspec.Struct, frozen=True):
-    prompt_tokens_details: msgspec.Raw = msgspec.Raw(b"null")
-
-
 class _PrefillAnswer(msgspec.Struct, frozen=True):
     """Of P's answer nothing else is read: its one token is dropped."""
 
     kv_transfer_params: msgspec.Raw = msgspec.Raw(b"null")
-    usage: _PrefillUsage | None = None
+    usage: msgspec.Raw = msgspec.Raw(b"null")
+
+
+class _RefusalError(msgspec.Struct, frozen=True):
+    type: str
+
+
+class _Refusal(msgspec.Struct, frozen=True):
+    error: _RefusalError
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,10 +78,12 @@ class Handoff:
     num_blocks: int
     num_tokens: int | None
     """Prompt tokens that lie in the blocks; None when this P does not say."""
+    num_prompt_tokens: int | None
+    """As P's usage counts the prompt: D must count the same, or it continues another one."""
     num_cached_on_prefill: int
     """P's own prefix cache hits."""
     prompt_details: Fields
-    """P's `prompt_tokens_details`: what the client would see of its prompt from one engine alone."""
+    """What P's usage says of its cache, in the API's own form: what the client would see from one engine alone."""
     taken_at_s: float
 
     def age_s(self, now_s: float) -> float:
@@ -87,18 +95,20 @@ class UnusableHandoff(Exception):
     """P's answer holds no handoff that D could take; the message is a sentence that says why."""
 
 
-def prefill_fields(fields: Fields) -> Fields:
-    """The P leg: the same prompt, one token, not streamed, KV to be kept."""
+def prefill_fields(api: Api, fields: Fields) -> Fields:
+    """The P leg: the same prompt, one token, not streamed, KV to be kept, and nothing else."""
     leg = {name: value for name, value in fields.items() if name not in _DROPPED_ON_PREFILL}
     # A limit left standing in any spelling would make P decode the whole answer.
     leg |= {name: _ONE for name in LIMIT_FIELDS if name in leg}
-    leg["max_tokens"] = _ONE
+    leg[LIMIT_FIELD[api]] = _ONE
     leg["stream"] = _FALSE
+    if api is Api.RESPONSES:
+        leg["store"] = _FALSE
     leg["kv_transfer_params"] = _PREFILL_PARAMS
     return leg
 
 
-def parse_handoff(answer: bytes, *, now_s: float) -> Handoff:
+def parse_handoff(api: Api, answer: bytes, *, now_s: float) -> Handoff:
     """Read P's answer. Raises UnusableHandoff.
 
     What passes here cannot end D's EngineCore: a missing key or `[[]]` as block ids did (vLLM 0.32, seen).
@@ -120,7 +130,7 @@ def parse_handoff(answer: bytes, *, now_s: float) -> Handoff:
     _check(params)
     fields.pop(HIDING_KEY, None)
     num_cached = params.remote_prefill_cached_tokens or 0
-    details = try_split(read.usage.prompt_tokens_details) if read.usage is not None else None
+    usage = parse_usage(api, read.usage)
     return Handoff(
         params=fields,
         engine_id=params.remote_engine_id,
@@ -129,8 +139,9 @@ def parse_handoff(answer: bytes, *, now_s: float) -> Handoff:
         port=params.remote_port,
         num_blocks=sum(len(group) for group in params.remote_block_ids),
         num_tokens=params.remote_num_tokens,
+        num_prompt_tokens=usage.prompt_tokens if usage is not None else None,
         num_cached_on_prefill=num_cached,
-        prompt_details=details or {"cached_tokens": msgspec.Raw(b"%d" % num_cached)},
+        prompt_details=prompt_details(api, read.usage) or cache_hits(api, num_cached),
         taken_at_s=now_s,
     )
 
@@ -175,6 +186,17 @@ def _is_this_host(host: str) -> bool:
 def decode_fields(fields: Fields, handoff: Handoff) -> Fields:
     """The D leg: the client's own request and the handoff."""
     return {**fields, "kv_transfer_params": msgspec.Raw(join(handoff.params))}
+
+
+def tells_prefill(refusal: bytes) -> bool:
+    """Whether a D that refused a request with this body has told P to free its blocks.
+
+    It does so for what its serving classes refuse, in all four APIs (`_with_kv_transfer_rejection_cleanup` in vLLM 0.32,
+    entrypoints/generate/base/serving.py). What FastAPI refuses before them is named by its status' phrase instead of a class of
+    error.
+    """
+    read = try_decode(refusal, _Refusal)
+    return read is not None and read.error.type.endswith("Error")
 
 
 def release_body(handoff: Handoff) -> bytes:

@@ -1,60 +1,58 @@
-"""The OpenAI requests that are split: which fields the gateway reads, and how a body is taken apart and put together.
+"""Request bodies: how one is taken apart, less what clients may not say, and which of its fields the gateway reads.
 
-A body is split at its top level only. Every value stays the bytes that the client sent, so that a long prompt is copied
-and never parsed, unknown fields survive, and integers of any size stay exact. Nothing here knows of connectors.
+A body is split at its top level only (pdserve.protocol.fields). What its shape allows stands in pdserve.protocol.shape. Nothing
+here knows of connectors.
 """
 
 from __future__ import annotations
 
-import enum
-import re
-
 import msgspec
 
-from pdserve.core import AloneReason, RequestFacts
-from pdserve.errors import InvalidRequest, Reason, RequestError
+from pdserve.core import RequestFacts
+from pdserve.errors import InvalidRequest, Reason
+from pdserve.protocol import shape
+from pdserve.protocol.api import CHOICE_APIS, LIMIT_FIELDS, PROMPT_FIELD, PROMPT_PARTS, ROUTED_APIS, Api, api_of
+from pdserve.protocol.failure import error_body, error_event, error_status
+from pdserve.protocol.fields import (
+    NOT_JSON,
+    TRUE,
+    Fields,
+    is_absent,
+    is_count,
+    is_spelled,
+    join,
+    raw,
+    split,
+    try_decode,
+    try_split,
+)
+from pdserve.protocol.shape import is_stream
 
-Fields = dict[str, msgspec.Raw]
-"""A JSON object's members, undecoded, in their order."""
+__all__ = [
+    "JSON_HEADER",
+    "LIMIT_FIELDS",
+    "NOT_JSON",
+    "RESERVED_FIELDS",
+    "ROUTED_APIS",
+    "Api",
+    "Fields",
+    "api_of",
+    "clean_xargs",
+    "error_body",
+    "error_event",
+    "error_status",
+    "facts_of",
+    "is_stream",
+    "join",
+    "previous_response_id",
+    "split_request",
+    "try_split",
+    "wants_stream_usage",
+    "with_stream_usage",
+    "without_reserved",
+]
 
 JSON_HEADER = (b"content-type", b"application/json")
-
-_decode_fields = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
-_decode_list = msgspec.json.Decoder(list[msgspec.Raw]).decode
-_encode = msgspec.json.Encoder().encode
-
-_TRUE = b"true"
-_NULL = b"null"
-_ONES = frozenset({b"1", _NULL})
-_FALSES = frozenset({b"false", _NULL})
-_BOOLS = frozenset({b"true", b"false", _NULL})
-LIMIT_FIELDS = ("max_tokens", "max_completion_tokens", "max_output_tokens")
-"""Every spelling of how long an answer may get."""
-_FIRST_ELEMENT_IS_NESTED = re.compile(rb'\[\s*["\[]')
-
-
-NOT_JSON = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
-"""What decoding raises for bytes that are no JSON, no UTF-8, or nested a thousand levels deep."""
-
-
-class _Error(msgspec.Struct, frozen=True):
-    code: int | None = None
-
-
-class _ErrorBody(msgspec.Struct, frozen=True):
-    error: _Error
-
-
-class Api(enum.StrEnum):
-    """The requests that can be split, by path."""
-
-    COMPLETIONS = "/v1/completions"
-    CHAT_COMPLETIONS = "/v1/chat/completions"
-
-
-ROUTED_APIS = {api.value.encode(): api for api in Api}
-
-_PROMPT_FIELDS = {Api.COMPLETIONS: "prompt", Api.CHAT_COMPLETIONS: "messages"}
 
 RESERVED_FIELDS = frozenset(
     {
@@ -67,136 +65,80 @@ RESERVED_FIELDS = frozenset(
 )
 """What only the gateway may say to an engine."""
 
+_RESERVED_XARGS = RESERVED_FIELDS | {"kv_cache_report_mode"}
+"""`vllm_xargs` reaches what the scheduler reads the handoff from, for all four APIs; this one makes an engine flood its
+listeners with KV events (vLLM 0.32, v1/request.py)."""
+
 
 def split_request(body: bytes) -> Fields:
     """Split a request's body, less what clients may not say. Raises InvalidRequest."""
     try:
-        fields = _decode_fields(body)
+        fields = split(body)
     except NOT_JSON as exc:
         raise InvalidRequest(f"the body is not a JSON object: {exc}", reason=Reason.MALFORMED_JSON) from exc
-    for name in RESERVED_FIELDS & fields.keys():
-        del fields[name]
-    if "vllm_xargs" in fields:
-        fields["vllm_xargs"] = _without_reserved(fields["vllm_xargs"])
+    fields = without_reserved(fields)
+    if not is_absent(fields, "vllm_xargs"):
+        fields["vllm_xargs"] = clean_xargs(fields["vllm_xargs"])
     return fields
 
 
-def _without_reserved(xargs: msgspec.Raw) -> msgspec.Raw:
-    """vLLM 0.32 copies `vllm_xargs` over what it reads the handoff from (completion/protocol.py, to_sampling_params)."""
+def without_reserved(fields: Fields) -> Fields:
+    """Less what only the gateway may say."""
+    return {name: value for name, value in fields.items() if name not in RESERVED_FIELDS}
+
+
+def clean_xargs(xargs: msgspec.Raw | bytes) -> msgspec.Raw:
+    """`vllm_xargs` less what clients may not say. Raises InvalidRequest.
+
+    What cannot be read is not passed on: an engine's more lenient parser may well read it, and find a handoff in it.
+    """
     fields = try_split(xargs)
-    if fields is None or not RESERVED_FIELDS & fields.keys():
-        return xargs
-    return msgspec.Raw(_encode({name: value for name, value in fields.items() if name not in RESERVED_FIELDS}))
-
-
-def try_split(raw: msgspec.Raw | bytes) -> Fields | None:
-    """Split a JSON object; None when it is something else."""
-    try:
-        return _decode_fields(raw)
-    except NOT_JSON:
-        return None
-
-
-def join(fields: Fields) -> bytes:
-    """Put a body together again."""
-    return _encode(fields)
+    if fields is None:
+        raise InvalidRequest("the field 'vllm_xargs' is not a JSON object")
+    return raw({name: value for name, value in fields.items() if name not in _RESERVED_XARGS})
 
 
 def facts_of(api: Api, fields: Fields) -> RequestFacts:
     """What the policy may know. Raises InvalidRequest when there is nothing to prefill."""
-    prompt = fields.get(_PROMPT_FIELDS[api])
-    if prompt is None and (api is not Api.COMPLETIONS or _is_absent(fields, "prompt_embeds")):
-        raise InvalidRequest(f"the field {_PROMPT_FIELDS[api]!r} is missing")
+    prompt_field = PROMPT_FIELD[api]
+    if prompt_field not in fields and (api is not Api.COMPLETIONS or is_absent(fields, "prompt_embeds")):
+        raise InvalidRequest(f"the field {prompt_field!r} is missing")
     return RequestFacts(
-        prompt_bytes=len(memoryview(prompt)) if prompt is not None else 0,
+        prompt_bytes=sum(len(memoryview(fields[name])) for name in PROMPT_PARTS[api] if name in fields),
         is_stream=is_stream(fields),
-        alone_reason=_alone_reason(api, fields),
+        alone_reason=shape.alone_reason(api, fields),
+        priority=_priority(fields),
+        is_repeatable=shape.is_repeatable(api, fields),
     )
 
 
-def is_stream(fields: Fields) -> bool:
-    """Whether the client asked for server-sent events."""
-    return _is(fields, "stream", _TRUE)
-
-
-def wants_stream_usage(fields: Fields) -> bool:
-    """Whether the client asked for a usage event at the end of its stream."""
+def wants_stream_usage(api: Api, fields: Fields) -> bool:
+    """Whether the client gets to see its stream's usage: where it comes always, or was asked for."""
+    if api not in CHOICE_APIS:
+        return True
     options = fields.get("stream_options")
     inner = try_split(options) if options is not None else None
-    return inner is not None and _is(inner, "include_usage", _TRUE)
+    return inner is not None and is_spelled(inner, "include_usage", TRUE)
 
 
-def with_stream_usage(fields: Fields) -> Fields:
+def with_stream_usage(api: Api, fields: Fields) -> Fields:
     """The same request, asking for the usage event that proves where the prompt was computed."""
+    if wants_stream_usage(api, fields):
+        return fields
     options = fields.get("stream_options")
     inner = (try_split(options) if options is not None else None) or {}
-    inner["include_usage"] = msgspec.Raw(_TRUE)
-    return {**fields, "stream_options": msgspec.Raw(_encode(inner))}
+    inner["include_usage"] = msgspec.Raw(TRUE)
+    # Without effect for a client that wants no usage, and with ours it would bring usage in every chunk.
+    inner.pop("continuous_usage_stats", None)
+    return {**fields, "stream_options": raw(inner)}
 
 
-def error_body(error: RequestError) -> bytes:
-    """An error as OpenAI clients expect it; `code` is the reason."""
-    kind = "invalid_request_error" if error.status < 500 else "engine_error"  # noqa: PLR2004
-    return _encode({"error": {"message": str(error), "type": kind, "param": None, "code": error.reason}})
+def previous_response_id(fields: Fields) -> str | None:
+    """The response that a request to `/v1/responses` follows."""
+    value = fields.get("previous_response_id")
+    return try_decode(value, str) if value is not None else None
 
 
-def error_status(body: bytes) -> int:
-    """The HTTP status that an error body names as its `code`; 500 when it names none."""
-    try:
-        code = msgspec.json.decode(body, type=_ErrorBody).error.code
-    except NOT_JSON:
-        return 500
-    return code if code is not None and 400 <= code < 600 else 500  # noqa: PLR2004
-
-
-def _alone_reason(api: Api, fields: Fields) -> AloneReason | None:
-    """Split only what is certain to be one prompt with one choice, and certain to be valid on D if it is on P.
-
-    vLLM reads `"n": "2"` as two and `"echo": 1` as true, so whatever is not spelled plainly goes to D alone: one handoff
-    for two choices gives the second one another request's KV. And what P never sees of a request (its limits, its stream
-    options) D may refuse before admission without telling P, which would hold the blocks until its lease ends.
-    """
-    if not (_is_plain(fields, "n", _ONES) and _is_plain(fields, "best_of", _ONES)):
-        return AloneReason.MANY_CHOICES
-    if not _is_plain(fields, "use_beam_search", _FALSES):
-        return AloneReason.BEAM_SEARCH
-    if not _is_absent(fields, "prompt_logprobs"):
-        return AloneReason.PROMPT_LOGPROBS
-    if not _is_plain(fields, "echo", _FALSES):
-        return AloneReason.PROMPT_ECHO
-    if not _is_absent(fields, "prompt_embeds") or (api is Api.COMPLETIONS and _has_many_prompts(fields["prompt"])):
-        return AloneReason.MANY_PROMPTS
-    return None if _are_limits_plain(fields) and _are_stream_options_plain(fields) else AloneReason.UNUSUAL_FIELDS
-
-
-def _has_many_prompts(prompt: msgspec.Raw) -> bool:
-    """Token ids are one prompt, however many; only a list of texts or of lists can be several."""
-    is_nested = _FIRST_ELEMENT_IS_NESTED.match(memoryview(prompt)) is not None
-    return is_nested and len(_decode_list(prompt)) > 1
-
-
-def _are_limits_plain(fields: Fields) -> bool:
-    return all(_is_absent(fields, name) or bytes(fields[name]).isdigit() for name in (*LIMIT_FIELDS, "min_tokens"))
-
-
-def _are_stream_options_plain(fields: Fields) -> bool:
-    if not _is_plain(fields, "stream", _BOOLS):
-        return False
-    if _is_absent(fields, "stream_options"):
-        return True
-    options = try_split(fields["stream_options"])
-    return is_stream(fields) and options is not None and all(_is_plain(options, name, _BOOLS) for name in options)
-
-
-def _is(fields: Fields, name: str, literal: bytes) -> bool:
-    value = fields.get(name)
-    return value is not None and memoryview(value) == literal
-
-
-def _is_plain(fields: Fields, name: str, literals: frozenset[bytes]) -> bool:
-    """Absent, null, or spelled as one of these."""
-    return name not in fields or bytes(fields[name]) in literals
-
-
-def _is_absent(fields: Fields, name: str) -> bool:
-    return name not in fields or _is(fields, name, _NULL)
+def _priority(fields: Fields) -> int:
+    value = bytes(fields.get("priority", b"0"))
+    return int(value) if is_count(msgspec.Raw(value.removeprefix(b"-"))) else 0

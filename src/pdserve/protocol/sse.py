@@ -1,7 +1,7 @@
 """Server-sent events as bytes: finds where events end, and looks into one only when it may hold usage.
 
 A piece that ends an event and holds no usage, which is nearly every one, is handed on as it came: two comparisons and one
-search. Any chunking of a stream gives the same bytes out. Knows no sockets.
+search. Any chunking of a stream gives the same bytes out. Knows no sockets and no API.
 """
 
 from __future__ import annotations
@@ -12,8 +12,9 @@ MAX_EVENT_BYTES = 1024 * 1024
 """An unfinished event longer than this is handed on in pieces, unread: the relay may not hold a stream without bound."""
 
 _EVENT_ENDS = (b"\n\n", b"\r\n\r\n")
-_USAGE_MARK = b'"prompt_tokens"'
-"""A key of every usage, and only ever a key: inside a JSON string its quotes would be escaped."""
+PROMPT_TOKENS_MARK = b'"prompt_tokens"'
+"""A key of every usage of completions and chat. Inside a longer string its quotes would be escaped; as the whole of one it only
+makes the event be looked into."""
 
 
 class UsageEdit(Protocol):
@@ -26,10 +27,12 @@ class UsageEdit(Protocol):
 class EventRelay:
     """Splits one stream. Feed it pieces; send on what it gives back."""
 
-    __slots__ = ("_edit", "_pending")
+    __slots__ = ("_edit", "_mark", "_pending")
 
-    def __init__(self, edit: UsageEdit) -> None:
+    def __init__(self, edit: UsageEdit, *, mark: bytes = PROMPT_TOKENS_MARK) -> None:
         self._edit = edit
+        self._mark = mark
+        """What every event that is to be edited holds."""
         self._pending = b""
 
     def feed(self, data: bytes) -> bytes:
@@ -39,7 +42,7 @@ class EventRelay:
             self._pending = b""
         if not _ends_event(data):
             data = self._hold_back(data)
-        return self._edited(data) if _USAGE_MARK in data else data
+        return self._edited(data) if self._mark in data else data
 
     def flush(self) -> bytes:
         """What is left when the stream ended in the middle of an event."""
@@ -54,7 +57,7 @@ class EventRelay:
         return data[:end]
 
     def _edited(self, data: bytes) -> bytes:
-        return b"".join(self._edit(event) if _USAGE_MARK in event else event for event in split_events(data))
+        return b"".join(self._edit(event) if self._mark in event else event for event in split_events(data))
 
 
 def split_events(data: bytes) -> list[bytes]:
@@ -72,6 +75,19 @@ def event_data(event: bytes) -> bytes:
     """The payload of an event: its `data:` lines joined, as the HTML standard has it."""
     lines = (line for line in event.splitlines() if line.startswith(b"data:"))
     return b"\n".join(line[5:].removeprefix(b" ") for line in lines)
+
+
+def event_name(event: bytes) -> bytes:
+    """What the event calls itself in its first line; empty when it says nothing there."""
+    if not event.startswith(b"event:"):
+        return b""
+    return event.partition(b"\n")[0][6:].strip()
+
+
+def with_data(event: bytes, data: bytes) -> bytes:
+    """The same event with another payload."""
+    others = [line for line in event.splitlines() if line and not line.startswith(b"data:")]
+    return b"\n".join([*others, *(b"data: " + line for line in data.split(b"\n"))]) + b"\n\n"
 
 
 def _ends_event(data: bytes) -> bool:

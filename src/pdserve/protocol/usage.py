@@ -1,7 +1,7 @@
 """D's own count of what it computed: the proof that KV moved, and what of it the client sees.
 
-D's `cached_tokens` counts the prompt tokens that it did not compute, once the handoff came without `nixl.HIDING_KEY`. The
-client gets P's prefix hits in that place: what one engine alone would have told it.
+D counts the prompt tokens that it did not compute, once the handoff came without `nixl.HIDING_KEY`. The client gets P's prefix
+hits in that place: what one engine alone would have told it. Each API has its own words for both.
 """
 
 from __future__ import annotations
@@ -9,41 +9,96 @@ from __future__ import annotations
 import msgspec
 
 from pdserve.core import Evidence, PrefillPlace
-from pdserve.protocol.openai import NOT_JSON, Fields, join, try_split
-from pdserve.protocol.sse import event_data
+from pdserve.protocol.api import CHOICE_APIS, Api
+from pdserve.protocol.fields import NULL, Fields, is_absent, join, raw, try_decode, try_split
+from pdserve.protocol.sse import PROMPT_TOKENS_MARK, event_data, with_data
 
 NO_DETAILS = (
     "D gives no prompt token details, so nothing proves where the prompt was computed; "
     "start D with --enable-prompt-tokens-details"
 )
 
+_INPUT_TOKENS_MARK = b'"input_tokens"'
+_DETAILS_FIELD = {
+    Api.COMPLETIONS: "prompt_tokens_details",
+    Api.CHAT_COMPLETIONS: "prompt_tokens_details",
+    Api.RESPONSES: "input_tokens_details",
+}
+_CACHE_READ = "cache_read_input_tokens"
+_CACHE_CREATION = "cache_creation_input_tokens"
+_HANDOFF_FIELDS = ("kv_transfer_params", "ec_transfer_params")
+
+
+class Usage(msgspec.Struct, frozen=True):
+    """The counts at the end of an answer, whatever its API."""
+
+    prompt_tokens: int | None = None
+    completion_tokens: int | None = None
+    num_cached_tokens: int | None = None
+    """Prompt tokens that the engine did not compute; None when it does not say."""
+
 
 class _Details(msgspec.Struct, frozen=True):
     cached_tokens: int | None = None
 
 
-class Usage(msgspec.Struct, frozen=True):
-    """The counts at the end of an answer."""
+class _ChoicesUsage(msgspec.Struct, frozen=True):
+    """Of completions and chat."""
 
     prompt_tokens: int | None = None
     completion_tokens: int | None = None
     prompt_tokens_details: _Details | None = None
 
-    @property
-    def num_cached_tokens(self) -> int | None:
-        """Prompt tokens that D did not compute; None when it does not say."""
+    def plain(self) -> Usage:
         details = self.prompt_tokens_details
-        return details.cached_tokens if details is not None else None
+        return Usage(self.prompt_tokens, self.completion_tokens, None if details is None else details.cached_tokens)
 
 
-def parse_usage(raw: msgspec.Raw | bytes | None) -> Usage | None:
+class _ResponseUsage(msgspec.Struct, frozen=True):
+    input_tokens: int | None = None
+    output_tokens: int | None = None
+    input_tokens_details: _Details | None = None
+
+    def plain(self) -> Usage:
+        details = self.input_tokens_details
+        return Usage(self.input_tokens, self.output_tokens, None if details is None else details.cached_tokens)
+
+
+class _MessageUsage(msgspec.Struct, frozen=True):
+    """Cached tokens are no part of `input_tokens` (vLLM 0.32, entrypoints/anthropic/serving.py, _build_anthropic_usage)."""
+
+    input_tokens: int | None = None
+    output_tokens: int | None = None
+    cache_read_input_tokens: int | None = None
+    cache_creation_input_tokens: int | None = None
+
+    def plain(self) -> Usage:
+        return Usage(self.num_prompt_tokens, self.output_tokens, self.cache_read_input_tokens)
+
+    @property
+    def num_prompt_tokens(self) -> int | None:
+        if self.input_tokens is None:
+            return None
+        return self.input_tokens + (self.cache_read_input_tokens or 0) + (self.cache_creation_input_tokens or 0)
+
+
+_FORMS: dict[Api, type[_ChoicesUsage | _ResponseUsage | _MessageUsage]] = {
+    Api.COMPLETIONS: _ChoicesUsage,
+    Api.CHAT_COMPLETIONS: _ChoicesUsage,
+    Api.RESPONSES: _ResponseUsage,
+    Api.MESSAGES: _MessageUsage,
+}
+
+
+def usage_mark(api: Api) -> bytes:
+    """What every event that holds an API's usage holds (pdserve.protocol.sse, EventRelay)."""
+    return PROMPT_TOKENS_MARK if api in CHOICE_APIS else _INPUT_TOKENS_MARK
+
+
+def parse_usage(api: Api, usage: msgspec.Raw | bytes | None) -> Usage | None:
     """Read the counts; None when they are not there or not as vLLM writes them."""
-    if raw is None:
-        return None
-    try:
-        return msgspec.json.decode(raw, type=Usage | None)
-    except NOT_JSON:
-        return None
+    read = try_decode(usage, _FORMS[api]) if usage is not None else None
+    return read.plain() if read is not None else None
 
 
 def judge(usage: Usage | None) -> Evidence:
@@ -67,57 +122,114 @@ def judge(usage: Usage | None) -> Evidence:
     )
 
 
-def for_client(usage: msgspec.Raw, prefill_details: Fields) -> msgspec.Raw:
+def prompt_details(api: Api, usage: msgspec.Raw) -> Fields | None:
+    """What an engine's usage says of its cache, in the API's own form; None when it says nothing."""
+    fields = try_split(usage)
+    if fields is None:
+        return None
+    if api is Api.MESSAGES:
+        return {name: fields[name] for name in (_CACHE_READ, _CACHE_CREATION) if not is_absent(fields, name)} or None
+    details = fields.get(_DETAILS_FIELD[api])
+    return try_split(details) or None if details is not None else None
+
+
+def cache_hits(api: Api, num_tokens: int) -> Fields:
+    """The same, where only the number of prefix hits is known."""
+    return {_CACHE_READ if api is Api.MESSAGES else "cached_tokens": raw(num_tokens)}
+
+
+def for_client(api: Api, usage: msgspec.Raw, prefill_details: Fields) -> msgspec.Raw:
     """D's usage, with what P says of the prompt wherever D says something of it: as one engine alone would have told it."""
     fields = try_split(usage)
-    if fields is None or "prompt_tokens_details" not in fields:
+    if fields is None:
         return usage
-    details = try_split(fields["prompt_tokens_details"])
+    if api is Api.MESSAGES:
+        return _message_for_client(usage, fields, prefill_details)
+    name = _DETAILS_FIELD[api]
+    details = try_split(fields[name]) if name in fields else None
     if details is None:
         return usage
-    details.update({name: prefill_details[name] for name in details.keys() & prefill_details.keys()})
-    fields["prompt_tokens_details"] = msgspec.Raw(join(details))
-    return msgspec.Raw(join(fields))
+    details.update({key: prefill_details[key] for key in details.keys() & prefill_details.keys()})
+    fields[name] = raw(details)
+    return raw(fields)
+
+
+def _message_for_client(usage: msgspec.Raw, fields: Fields, prefill_details: Fields) -> msgspec.Raw:
+    """The three counts make up the prompt, so one cannot change without another."""
+    counted = try_decode(usage, _MessageUsage)
+    if is_absent(fields, _CACHE_READ) or counted is None or counted.num_prompt_tokens is None:
+        return usage
+    fields.update({name: prefill_details[name] for name in (_CACHE_READ, _CACHE_CREATION) if name in prefill_details})
+    told = try_decode(join(fields), _MessageUsage)
+    if told is None:
+        return usage
+    num_cached = (told.cache_read_input_tokens or 0) + (told.cache_creation_input_tokens or 0)
+    fields["input_tokens"] = raw(max(0, counted.num_prompt_tokens - num_cached))
+    return raw(fields)
 
 
 class UsageWatch:
     """Reads the usage that passes in one answer, and edits it for the client. One per request."""
 
-    __slots__ = ("_client_wants_usage", "_prefill_details", "usage")
+    __slots__ = ("_api", "_client_wants_usage", "_prefill_details", "usage")
 
-    def __init__(self, *, prefill_details: Fields | None, client_wants_usage: bool) -> None:
+    def __init__(self, api: Api, *, prefill_details: Fields | None, client_wants_usage: bool) -> None:
+        self._api = api
         self._prefill_details = prefill_details
         """None when D had no handoff: its own count is then the client's too."""
         self._client_wants_usage = client_wants_usage
         self.usage: Usage | None = None
 
+    @property
+    def mark(self) -> bytes:
+        """What every event that `edit_event` must see holds."""
+        return usage_mark(self._api)
+
     def edit_event(self, event: bytes) -> bytes:
         """An event of a stream. The one that only the gateway asked for is taken out."""
         fields = try_split(event_data(event))
-        if fields is None or "usage" not in fields:
+        if fields is None:
             return event
-        self.usage = parse_usage(fields["usage"]) or self.usage
-        if not self._client_wants_usage and bytes(fields.get("choices", b"")).replace(b" ", b"") == b"[]":
+        is_changed = self._edit_response(fields) if self._api is Api.RESPONSES else self._edit(fields)
+        if self._is_ours_alone(fields):
             return b""
-        if not self._replace(fields):
-            return event
-        return b"data: " + join(fields) + b"\n\n"
+        return with_data(event, join(fields)) if is_changed else event
 
     def edit_answer(self, body: bytes) -> bytes:
         """A whole answer; the connector's fields stay inside."""
         fields = try_split(body)
-        if fields is None:
-            return body
-        self.usage = parse_usage(fields.get("usage"))
-        is_changed = self._replace(fields)
-        if bytes(fields.get("kv_transfer_params", b"null")) != b"null":
-            fields["kv_transfer_params"] = msgspec.Raw(b"null")
-            is_changed = True
-        return join(fields) if is_changed else body
+        return join(fields) if fields is not None and self._edit(fields) else body
 
-    def _replace(self, fields: Fields) -> bool:
-        if self._prefill_details is None or "usage" not in fields:
+    def _edit_response(self, fields: Fields) -> bool:
+        """The last event of a response holds all of it, as a whole answer would."""
+        response = try_split(fields["response"]) if "response" in fields else None
+        if response is None or not self._edit(response):
             return False
+        fields["response"] = raw(response)
+        return True
+
+    def _edit(self, fields: Fields) -> bool:
+        is_changed = hide_handoff(self._api, fields)
+        if "usage" not in fields:
+            return is_changed
         before = fields["usage"]
-        fields["usage"] = for_client(before, self._prefill_details)
-        return fields["usage"] is not before
+        self.usage = parse_usage(self._api, before) or self.usage
+        if self._prefill_details is not None:
+            fields["usage"] = for_client(self._api, before, self._prefill_details)
+        return is_changed or fields["usage"] is not before
+
+    def _is_ours_alone(self, fields: Fields) -> bool:
+        if self._client_wants_usage or "usage" not in fields:
+            return False
+        return bytes(fields.get("choices", b"")).replace(b" ", b"") == b"[]"
+
+
+def hide_handoff(api: Api, fields: Fields) -> bool:
+    """Take the connector's fields out of an answer, the way that an engine without one leaves them; whether there were any."""
+    found = [name for name in _HANDOFF_FIELDS if not is_absent(fields, name)]
+    for name in found:
+        if api is Api.MESSAGES:
+            del fields[name]  # What is null there is not sent at all.
+        else:
+            fields[name] = msgspec.Raw(NULL)
+    return bool(found)

@@ -1,0 +1,546 @@
+"""Drives one call through the handoff table: decide, P leg, check the handoff, D leg, book the evidence.
+
+The eight steps of docs/structure.md stand here in order, and again from step 2 when a leg failed and may be tried again. What
+may follow what is the table's matter (pdserve.protocol.handoff), the wire form is the connector's (pdserve.protocol.nixl), who
+takes it is the policy's, whether to try again is attempts.py's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+from typing import TYPE_CHECKING
+
+from pdserve.core import AloneReason, DecodeAlone, Evidence, PrefillPlace, RemotePrefill
+from pdserve.errors import (
+    ClientStalled,
+    DeadlinePassed,
+    EngineError,
+    EngineProtocolError,
+    EngineStatus,
+    EngineTimeout,
+    EngineUnreachable,
+    NoEligibleEngine,
+    Reason,
+    RequestError,
+)
+from pdserve.gateway.attempts import Attempts
+from pdserve.gateway.relay import Relay
+from pdserve.protocol import nixl, openai
+from pdserve.protocol.admin import HandoffRecord, Phases, RequestRecord
+from pdserve.protocol.handoff import Event, RequestLife, State
+from pdserve.protocol.usage import UsageWatch, judge
+from pdserve.telemetry.metrics import ALONE, HANDOFFS_REFUSED, RETRIES
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from pdserve.core import Decision, EngineAddress, EngineName, EngineSnapshot
+    from pdserve.engine.transport import Answer, EngineClient
+    from pdserve.gateway.call import Call, Reply
+    from pdserve.gateway.proxy import Proxy
+    from pdserve.http.client import ClientConnection
+    from pdserve.http.server import Headers
+    from pdserve.protocol.nixl import Handoff
+
+_OK = 200
+_BUSY_STATUSES = frozenset({408, 429, 503})
+"""They speak of an engine's state, not of the client's request and not of a fault: another engine may still answer."""
+_NOTHING_KNOWN = Evidence(PrefillPlace.UNPROVEN, cause="the request ended before D had given its counts")
+_HOLDING = frozenset({State.HELD, State.HANDED})
+_logger = logging.getLogger("pdserve.gateway")
+
+
+class Exchange:
+    """One call on its way. `run` once, then `end`, then `record`."""
+
+    def __init__(self, proxy: Proxy, call: Call, reply: Reply, *, deadline_s: float) -> None:
+        self._proxy = proxy
+        self._call = call
+        self._reply = reply
+        self._deadline_s = deadline_s
+        self._life = RequestLife()
+        self._attempts = Attempts(proxy.retries, proxy.retry_budget)
+        self._decision: Decision | None = None
+        self._handoff: Handoff | None = None
+        self._setback = ""
+        """Why the prompt was not computed on P though it was to be."""
+        self._evidence = _NOTHING_KNOWN
+        self._watch: UsageWatch | None = None
+        self._relay: Relay | None = None
+        self._phases = Phases()
+        self._mark_s = call.received_at_s
+        self._status: int | None = None
+        self._reason: Reason | None = None
+
+    async def run(self) -> None:
+        """Steps 2 to 8. Raises RequestError, when the reply has started too."""
+        self._phases.queue_s = self._lap()
+        while True:
+            decision = self._decision = self._decide()
+            if isinstance(decision, RemotePrefill) and not await self._prefill(decision.prefill):
+                continue
+            if await self._decode():
+                return
+
+    # Steps 2 and 3
+
+    def _decide(self) -> Decision:
+        """The policy's choice of what has not failed yet."""
+        proxy, facts = self._proxy, self._call.facts
+        engines = self._candidates()
+        decision = proxy.policy.decide(facts, engines)
+        if isinstance(decision, RemotePrefill) and not self._attempts.may_prefill:
+            decision = DecodeAlone(decision.decode, AloneReason.ATTEMPTS_FAILED)
+        if isinstance(decision, DecodeAlone):
+            self._go_alone(decision)
+        return decision
+
+    def _candidates(self) -> Sequence[EngineSnapshot]:
+        engines = self._attempts.narrowed(self._proxy.pool.snapshots())
+        pinned = self._call.decode
+        return engines if pinned is None else [engine for engine in engines if engine.address.name == pinned]
+
+    def _go_alone(self, decision: DecodeAlone) -> None:
+        if self._setback:
+            self._evidence = Evidence(PrefillPlace.LOCAL, cause=self._setback)
+            _logger.warning("%s: D prefills alone: %s", self._call.request_id, self._setback)
+            return
+        self._proxy.tally.count(ALONE, decision.reason)
+        self._evidence = Evidence(PrefillPlace.ALONE, cause=f"decided: {decision.reason}")
+
+    # Step 4
+
+    async def _prefill(self, prefill: EngineAddress) -> bool:
+        """Whether there is a handoff in hand now. Raises RequestError when there is no point in going on."""
+        leg = openai.join(nixl.prefill_fields(self._call.api, self._call.fields))
+        self._life.apply(Event.PREFILL_SENT)
+        try:
+            answer = await self._ask_prefill(prefill, leg)
+            self._phases.prefill_s = (self._phases.prefill_s or 0.0) + self._lap()
+            self._handoff = nixl.parse_handoff(self._call.api, answer.body, now_s=self._mark_s)
+        except EngineStatus as exc:
+            if _is_clients_fault(exc.status):
+                self._life.apply(Event.PREFILL_REFUSED)
+                raise
+            self._prefill_failed(prefill, exc)
+            return False
+        except EngineError as exc:
+            self._prefill_failed(prefill, exc)
+            return False
+        except nixl.UnusableHandoff as exc:
+            self._proxy.tally.count(HANDOFFS_REFUSED, "unusable")
+            self._prefill_failed(prefill, EngineProtocolError(str(exc), engine=str(prefill)))
+            return False
+        self._apply(Event.HANDOFF_TAKEN)
+        self._proxy.pool.report_success(prefill.name)
+        return True
+
+    async def _ask_prefill(self, prefill: EngineAddress, leg: bytes) -> Answer:
+        timeout_s = self._bounded(self._proxy.timeouts.prefill)
+        try:
+            with self._proxy.pool.leg(prefill.name) as client:
+                answer = await client.post(
+                    self._call.api,
+                    leg,
+                    request_id=self._call.request_id.encode(),
+                    timeout_s=timeout_s,
+                    headers=self._call.engine_headers,
+                    timeout_reason=Reason.PREFILL_TIMEOUT,
+                    on_late=self._take_late_handoff,
+                )
+        except EngineTimeout:
+            self._bounded(timeout_s)  # The whole request's time may have run out with it.
+            raise
+        if answer.status != _OK:
+            raise _engine_status(client, answer)
+        return answer
+
+    def _take_late_handoff(self, answer: Answer) -> None:
+        """P's answer came in the same turn as the client left: P holds blocks by now, and they must be released."""
+        with contextlib.suppress(nixl.UnusableHandoff):
+            self._handoff = nixl.parse_handoff(self._call.api, answer.body, now_s=self._proxy.clock())
+            self._apply(Event.HANDOFF_TAKEN)
+
+    def _prefill_failed(self, prefill: EngineAddress, error: EngineError) -> None:
+        """Another P may do better, or D alone. Raises the error where that is not wanted."""
+        self._life.apply(Event.PREFILL_FAILED)
+        self._blame(prefill, error)
+        self._attempts.prefill_failed(prefill.name)
+        self._give_up_split(str(error), "prefill", error.reason)
+        if self._proxy.retries.without_prefill == "error" and not self._has_another_prefill():
+            raise error
+
+    def _has_another_prefill(self) -> bool:
+        try:
+            decision = self._proxy.policy.decide(self._call.facts, self._candidates())
+        except NoEligibleEngine:
+            return False
+        return isinstance(decision, RemotePrefill)
+
+    # Step 5
+
+    async def _reach_decode(self) -> tuple[EngineClient, ClientConnection]:
+        """A connection to D, or to another D where that one cannot be reached: nothing has been sent yet."""
+        pool = self._proxy.pool
+        assert self._decision is not None
+        while True:
+            decode = self._decision.decode
+            client = pool.client(decode.name)
+            try:
+                return client, await client.connect()
+            except EngineError as exc:
+                pool.report_unreachable(decode.name, may_be_another=isinstance(exc, EngineUnreachable))
+                self._attempts.decode_unreachable(decode.name)
+                self._redirect(exc)
+
+    def _redirect(self, error: EngineError) -> None:
+        """Choose another D for the same P. Raises `error` when there is none."""
+        assert self._decision is not None
+        engines = self._candidates()
+        if isinstance(self._decision, RemotePrefill):
+            prefill = self._decision.prefill
+            engines = [engine for engine in engines if engine.address == prefill or engine.address.role != prefill.role]
+        try:
+            decision = self._proxy.policy.decide(self._call.facts, engines)
+        except NoEligibleEngine:
+            raise error from None
+        self._proxy.tally.count(RETRIES, "decode", error.reason)
+        if isinstance(self._decision, RemotePrefill) and isinstance(decision, DecodeAlone):
+            decision = RemotePrefill(
+                self._decision.prefill, decision.decode
+            )  # The handoff's check will say what is wrong.
+        self._decision = dataclasses.replace(self._decision, decode=decision.decode)
+
+    def _accept_handoff(self, decode: EngineAddress) -> bool:
+        """Whether what is in hand may go to D. From here to the sending nothing is waited for."""
+        handoff, decision = self._handoff, self._decision
+        if handoff is None or not isinstance(decision, RemotePrefill):
+            return True
+        refusal = self._refusal_of(handoff, decision.prefill, decode)
+        if refusal is None:
+            return True
+        cause, message = refusal
+        self._proxy.tally.count(HANDOFFS_REFUSED, cause)
+        if cause == "expired":
+            self._attempts.handoff_expired()
+        else:
+            self._attempts.prefill_failed(decision.prefill.name)
+        self._give_up_split(message, "prefill", Reason.ENGINE_PROTOCOL)
+        self._apply(Event.HANDOFF_REFUSED)
+        return False
+
+    def _refusal_of(self, handoff: Handoff, prefill: EngineAddress, decode: EngineAddress) -> tuple[str, str] | None:
+        """Why a handoff may not be sent: a word for the counter and a sentence."""
+        proxy = self._proxy
+        if not proxy.pool.is_usable(prefill.name, decode.name):
+            return "unproven_pair", f"handoffs from {prefill} to {decode} are not proven"
+        if not proxy.pool.knows_engine_id(prefill.name, handoff.engine_id):
+            return "unknown_engine", f"{prefill} restarted as engine {handoff.engine_id}, which is not proven yet"
+        max_age_s = proxy.timeouts.kv_lease - proxy.timeouts.kv_lease_margin
+        try:
+            cause = "foreign_host"
+            proxy.pool.check_handoff_host(prefill.name, handoff)
+            cause = "unreachable_host"
+            nixl.check_reachable(handoff, decode_url=decode.url)
+            cause = "expired"
+            nixl.check_age(handoff, now_s=proxy.clock(), max_age_s=max_age_s)
+        except nixl.UnusableHandoff as exc:
+            return cause, str(exc)
+        return None
+
+    def _give_up_split(self, cause: str, leg: str, reason: Reason) -> None:
+        """This attempt's P leg came to nothing: right for the client, and never silent."""
+        self._setback = cause
+        self._proxy.tally.count(RETRIES, leg, reason)
+        _logger.info("%s: %s", self._call.request_id, cause)
+
+    # Steps 6 and 7
+
+    async def _decode(self) -> bool:
+        """Whether the client has its answer. False: try again. Raises RequestError when that may not be."""
+        client, connection = await self._reach_decode()
+        if not self._accept_handoff(client.address):
+            connection.abort()
+            return False
+        watch, relay = self._start_relay(client, connection)
+        body = b""
+        try:
+            with self._proxy.pool.leg(client.address.name):
+                self._send_decode(client, connection, relay)
+                answer = await self._outcome(client, relay)
+            if answer is not None:
+                body = self._checked(client, watch, answer)
+        except EngineError as exc:
+            if not self._may_decode_again(exc):
+                raise
+            return False
+        finally:
+            relay.close()
+        self._proxy.pool.report_success(client.address.name, prefill=self._prefill_name())
+        if answer is None:
+            self._finish_stream(watch)
+        else:
+            self._finish_whole(watch, answer, body)
+        return True
+
+    def _start_relay(self, client: EngineClient, connection: ClientConnection) -> tuple[UsageWatch, Relay]:
+        handoff, timeouts, call = self._handoff, self._proxy.timeouts, self._call
+        # Without a handoff there is nothing to prove: D's usage is the client's, if it asked for any.
+        watch = self._watch = UsageWatch(
+            call.api,
+            prefill_details=handoff.prompt_details if handoff is not None else None,
+            client_wants_usage=handoff is None or openai.wants_stream_usage(call.api, call.fields),
+        )
+        relay = self._relay = Relay(
+            self._reply,
+            client,
+            watch,
+            connection,
+            api=call.api,
+            loop=self._proxy.loop,
+            client_headers=self._stream_starts,
+            check_usage=lambda: self._wrong_context(client, watch),
+            first_byte_timeout_s=timeouts.first_byte if call.facts.is_stream else timeouts.whole_answer,
+            silence_timeout_s=timeouts.silence,
+            total_timeout_s=self._deadline_s - self._proxy.clock(),
+            total_s=timeouts.total,
+        )
+        return watch, relay
+
+    def _send_decode(self, client: EngineClient, connection: ClientConnection, relay: Relay) -> None:
+        call, fields = self._call, self._call.fields
+        if self._handoff is not None:
+            fields = nixl.decode_fields(fields, self._handoff)
+            if call.facts.is_stream:
+                fields = openai.with_stream_usage(call.api, fields)
+        body, request_id = openai.join(fields), call.request_id.encode()
+        client.send(connection, call.api, body, relay, request_id=request_id, headers=call.engine_headers)
+        self._phases.handoff_s = (self._phases.handoff_s or 0.0) + self._lap()
+        self._apply(Event.DECODE_SENT)
+
+    async def _outcome(self, client: EngineClient, relay: Relay) -> Answer | None:
+        try:
+            answer = await relay.outcome
+        except (EngineError, ClientStalled, DeadlinePassed) as exc:
+            self._decode_failed(client, exc)
+            raise
+        if answer is not None and answer.status != _OK:
+            error = _engine_status(client, answer)
+            self._decode_failed(client, error)
+            raise error
+        return answer
+
+    def _checked(self, client: EngineClient, watch: UsageWatch, answer: Answer) -> bytes:
+        """A whole answer for the client. Raises EngineError for one that is none, or stands on a wrong context."""
+        body = watch.edit_answer(answer.body)
+        error = self._wrong_context(client, watch) or _not_an_answer(client, body)
+        if error is None:
+            return body
+        self._decode_failed(client, error)
+        raise error
+
+    def _wrong_context(self, client: EngineClient, watch: UsageWatch) -> EngineError | None:
+        """D must count the prompt as P did: with another template or tokenizer it continues another prompt, and answers 200."""
+        num_prefilled = self._handoff.num_prompt_tokens if self._handoff is not None else None
+        num_prompt = watch.usage.prompt_tokens if watch.usage is not None else None
+        if num_prefilled is None or num_prompt is None or num_prefilled == num_prompt:
+            return None
+        return EngineProtocolError(
+            f"counted {num_prompt} prompt tokens where P had computed {num_prefilled}: the answer stands on a wrong context; "
+            "do P and D have the same model, tokenizer and chat template?",
+            engine=str(client.address),
+            reason=Reason.WRONG_CONTEXT,
+        )
+
+    def _decode_failed(self, client: EngineClient, error: EngineError | ClientStalled | DeadlinePassed) -> None:
+        """Book it: in the table, and against whoever may be at fault."""
+        name, prefill = client.address.name, self._prefill_name()
+        event = self._failure_event(error)
+        self._apply(event)
+        if not isinstance(error, EngineError) or (isinstance(error, EngineStatus) and _is_clients_fault(error.status)):
+            return
+        is_pairs_fault = event is Event.DECODE_LOST or error.reason is Reason.WRONG_CONTEXT
+        if prefill is not None and is_pairs_fault and not isinstance(error, EngineUnreachable):
+            self._proxy.pool.report_pair_failure(prefill, name, str(error))
+        else:
+            self._blame(client.address, error)
+        self._attempts.decode_failed(name, prefill=prefill)
+
+    def _failure_event(self, error: RequestError) -> Event:
+        if self._life.state is State.DECODING:
+            return Event.BROKE_OFF
+        if not isinstance(error, EngineStatus) or not _is_clients_fault(error.status):
+            return Event.DECODE_LOST
+        is_told = nixl.tells_prefill(error.body)
+        return Event.DECODE_REFUSED if is_told else Event.DECODE_REFUSED_UNTOLD
+
+    def _may_decode_again(self, error: EngineError) -> bool:
+        """Before the first byte, if it is D's fault, another try makes sense, and bound and budget allow it."""
+        if self._life.state is not State.OPEN or not self._call.facts.is_repeatable:
+            return False
+        if error.reason is Reason.FIRST_BYTE_TIMEOUT and not self._call.facts.is_stream:
+            return False  # It took the whole time that an answer may take.
+        if not self._has_decode_left(error) or not self._attempts.may_decode_again():
+            return False
+        self._give_up_split(str(error), "decode", error.reason)
+        self._handoff = None
+        return True
+
+    def _has_decode_left(self, error: EngineError) -> bool:
+        """A D to try: another one, or the same when it is healthy and was not just busy or gone."""
+        try:
+            decision = self._proxy.policy.decide(self._call.facts, self._candidates())
+        except NoEligibleEngine:
+            return False
+        is_same = self._decision is not None and decision.decode == self._decision.decode
+        return not is_same or not (isinstance(error, EngineStatus) and error.status in _BUSY_STATUSES)
+
+    def _stream_starts(self) -> Headers:
+        self._phases.first_token_s = self._lap()
+        return self._answered()
+
+    def _answered(self) -> Headers:
+        """From now on the status stands. Gives pdserve's own headers."""
+        self._apply(Event.DECODE_ANSWERED)
+        self._status = _OK
+        return self._headers()
+
+    # Step 8
+
+    def _finish_stream(self, watch: UsageWatch) -> None:
+        self._phases.stream_s = self._lap()
+        self._book(watch)
+        self._reply.end()
+        self._life.apply(Event.FINISHED)
+
+    def _finish_whole(self, watch: UsageWatch, answer: Answer, body: bytes) -> None:
+        self._phases.decode_s = self._lap()
+        self._book(watch)
+        self._reply.send(_OK, [(b"content-type", answer.content_type), *self._answered()], body)
+        self._life.apply(Event.FINISHED)
+
+    def _book(self, watch: UsageWatch) -> None:
+        usage = watch.usage
+        if self._handoff is not None:
+            self._evidence = judge(usage)
+            if self._evidence.place is PrefillPlace.LOCAL:
+                _logger.warning("%s: %s", self._call.request_id, self._evidence.cause)
+        elif usage is not None:
+            known = self._evidence
+            self._evidence = Evidence(known.place, usage.prompt_tokens, usage.num_cached_tokens, known.cause)
+
+    def end(self, event: Event, error: RequestError | None = None) -> None:
+        """Close the request's life, whatever state it is in."""
+        if error is not None:
+            self._reason = error.reason
+            if not self._reply.is_started:
+                self._status = error.status
+        if self._life.state is State.CLOSED:
+            return
+        if error is None and event is Event.FAILED:
+            self._reason = Reason.INTERNAL
+        if self._life.state is State.DECODING and self._watch is not None and self._watch.usage is not None:
+            self._book(self._watch)
+        if self._life.state is State.HANDED and self._relay is not None and self._relay.was_unsent:
+            self._apply(Event.DECODE_LOST)
+        self._apply(event)
+
+    def record(self) -> RequestRecord:
+        """What the journal keeps."""
+        decision, call = self._decision, self._call
+        usage = self._watch.usage if self._watch is not None else None
+        return RequestRecord(
+            request_id=call.request_id,
+            path=str(call.api),
+            key_name=call.key_name,
+            is_stream=call.facts.is_stream,
+            prefill=decision.prefill.name if isinstance(decision, RemotePrefill) else None,
+            decode=decision.decode.name if decision is not None else None,
+            status=self._status,
+            reason=self._reason,
+            place=self._evidence.place,
+            cause=self._evidence.cause,
+            num_prompt_tokens=self._evidence.num_prompt_tokens,
+            num_remote_tokens=self._evidence.num_remote_tokens,
+            num_output_tokens=usage.completion_tokens if usage is not None else None,
+            num_failed_legs=self._attempts.num_prefill + self._attempts.num_decode,
+            phases=self._phases,
+            handoff=HandoffRecord.of(self._handoff) if self._handoff is not None else None,
+        )
+
+    # Inside
+
+    def _apply(self, event: Event) -> None:
+        was_holding = self._life.state in _HOLDING
+        releases = self._life.apply(event)
+        prefill = self._prefill_name()
+        if prefill is not None and was_holding != (self._life.state in _HOLDING):
+            self._proxy.pool.hold(prefill, -1 if was_holding else 1)
+        if releases:
+            assert self._handoff is not None
+            avoid = self._decision.decode if self._decision is not None else None
+            self._proxy.releaser.release(self._handoff, headers=self._call.engine_headers, avoid=avoid)
+            if self._life.state is State.OPEN:
+                self._handoff = None
+
+    def _blame(self, engine: EngineAddress, error: EngineError) -> None:
+        pool = self._proxy.pool
+        if isinstance(error, EngineUnreachable):
+            pool.report_unreachable(engine.name, may_be_another=True)
+        elif not (isinstance(error, EngineStatus) and error.status in _BUSY_STATUSES):
+            pool.report_failure(engine.name, error.reason)
+            if isinstance(error, EngineTimeout):
+                pool.report_unreachable(engine.name)
+
+    def _prefill_name(self) -> EngineName | None:
+        """The P whose handoff is or was in hand in this attempt."""
+        return self._decision.prefill.name if isinstance(self._decision, RemotePrefill) else None
+
+    def _bounded(self, timeout_s: float) -> float:
+        """A deadline, or what is left of the whole request's. Raises DeadlinePassed."""
+        left_s = self._deadline_s - self._proxy.clock()
+        if left_s <= 0:
+            raise DeadlinePassed(self._proxy.timeouts.total)
+        return min(timeout_s, left_s)
+
+    def _headers(self) -> Headers:
+        phases = self._phases
+        timed = (
+            ("queue", phases.queue_s),
+            ("prefill", phases.prefill_s),
+            ("handoff", phases.handoff_s),
+            ("first-token", phases.first_token_s),
+            ("decode", phases.decode_s),
+        )
+        timing = ", ".join(f"{name};dur={seconds * 1e3:.2f}" for name, seconds in timed if seconds is not None)
+        return [
+            (b"x-pdserve-request-id", self._call.request_id.encode()),
+            (b"x-pdserve-prefill", self._evidence.place.encode()),
+            (b"server-timing", timing.encode()),
+        ]
+
+    def _lap(self) -> float:
+        """Seconds since the last lap."""
+        now_s = self._proxy.clock()
+        lap_s, self._mark_s = now_s - self._mark_s, now_s
+        return lap_s
+
+
+def _is_clients_fault(status: int) -> bool:
+    return 400 <= status < 500 and status not in _BUSY_STATUSES  # noqa: PLR2004
+
+
+def _not_an_answer(client: EngineClient, body: bytes) -> EngineError | None:
+    """All four APIs answer a JSON object; a 200 with something else is an engine, or something before it, talking nonsense."""
+    if body[:1] == b"{" and body.rstrip()[-1:] == b"}":
+        return None
+    shown = body[:100].decode(errors="replace")
+    return EngineProtocolError(
+        f"answered 200 with something that is no JSON object: {shown!r}", engine=str(client.address)
+    )
+
+
+def _engine_status(client: EngineClient, answer: Answer) -> EngineStatus:
+    return client.status_error(answer, status=answer.status or openai.error_status(answer.body))

@@ -1,0 +1,1 @@
+"""What the gateway counts: every metric declared once, in one file."""
