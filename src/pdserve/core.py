@@ -31,8 +31,6 @@ class AloneReason(enum.StrEnum):
     BEAM_SEARCH = "beam_search"
     UNUSUAL_FIELDS = "unusual_fields"
     """A limit or a flag is spelled so that only the engine can say what it means."""
-    MANY_PARTS = "many_parts"
-    """More choices and prompts than the gateway takes apart."""
     PREVIOUS_RESPONSE = "previous_response"
     """The conversation so far lies in the memory of one decode engine."""
     BACKGROUND = "background"

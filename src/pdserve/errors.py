@@ -38,6 +38,7 @@ class Reason(enum.StrEnum):
     MALFORMED_JSON = "malformed_json"
     INVALID_FIELD = "invalid_field"
     UNAUTHORIZED = "unauthorized"
+    FORBIDDEN = "forbidden"
     BODY_TOO_LARGE = "body_too_large"
     HEADERS_TOO_LARGE = "headers_too_large"
     NOT_FOUND = "not_found"

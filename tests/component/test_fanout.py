@@ -61,44 +61,68 @@ def _body(path: str, **fields: Any) -> dict[str, Any]:
     return {"model": MODEL, **prompt, "max_tokens": 6, **fields}
 
 
-_SHAPES: list[tuple[str, dict[str, Any], int]] = [
-    (_COMPLETIONS, {"n": 3, "seed": 5}, 3),
-    (_COMPLETIONS, {"n": 4, "seed": -9, "temperature": 0.3}, 4),
-    (_COMPLETIONS, {"n": 2, "seed": 5, "logprobs": 2, "return_token_ids": True}, 2),
-    (_COMPLETIONS, {"n": 2, "best_of": 7, "stop": [" dog", " x"], "seed": 1}, 2),
-    (_COMPLETIONS, {"prompt": _SPREAD[:2], "temperature": 0}, 2),
-    (_COMPLETIONS, {"prompt": _SPREAD[:2], "n": 3, "seed": 2**40}, 6),
-    (_COMPLETIONS, {"prompt": _IDS, "temperature": 0, "logprobs": 0}, 2),
-    (_COMPLETIONS, {"prompt": _IDS, "n": 2, "seed": 0, "return_token_ids": True}, 4),
-    (_COMPLETIONS, {"prompt": [_PROMPT], "n": 2, "seed": 3}, 2),
-    (_COMPLETIONS, {"prompt": _IDS[0], "n": 2, "seed": 3}, 2),
-    (_COMPLETIONS, {"prompt": _SPREAD[:2] * 24, "temperature": 0, "max_tokens": 2}, 48),
-    (_CHAT, {"n": 3, "seed": 5}, 3),
-    (_CHAT, {"n": 2, "seed": 8, "logprobs": True, "top_logprobs": 3, "return_token_ids": True}, 2),
-    (_CHAT, {"n": 2, "seed": 8, "max_tokens": None, "max_completion_tokens": 3, "min_tokens": 2, "stop": "fox"}, 2),
+_SHAPES: dict[str, list[tuple[dict[str, Any], int]]] = {
+    _COMPLETIONS: [
+        ({"n": 3, "seed": 5}, 3),
+        ({"n": 4, "seed": -9, "temperature": 0.3}, 4),
+        ({"n": 2, "seed": 5, "logprobs": 2, "return_token_ids": True}, 2),
+        ({"n": 2, "best_of": 7, "stop": [" dog", " x"], "seed": 1}, 2),
+        ({"prompt": _SPREAD[:2], "temperature": 0}, 2),
+        ({"prompt": _SPREAD[:2], "n": 3, "seed": 2**40}, 6),
+        ({"prompt": _IDS, "temperature": 0, "logprobs": 0}, 2),
+        ({"prompt": _IDS, "n": 2, "seed": 0, "return_token_ids": True}, 4),
+        ({"prompt": [_PROMPT], "n": 2, "seed": 3}, 2),
+        ({"prompt": _IDS[0], "n": 2, "seed": 3}, 2),
+        ({"prompt": _SPREAD[:2] * 24, "temperature": 0, "max_tokens": 2}, 48),
+    ],
+    _CHAT: [
+        ({"n": 3, "seed": 5}, 3),
+        ({"n": 2, "seed": 8, "logprobs": True, "top_logprobs": 3, "return_token_ids": True}, 2),
+        ({"n": 2, "seed": 8, "max_tokens": None, "max_completion_tokens": 3, "min_tokens": 2, "stop": "fox"}, 2),
+    ],
+}
+"""Fields, and the parts that they come to."""
+_WHOLE: list[tuple[str, dict[str, Any]]] = [
+    (_COMPLETIONS, {"n": 2, "temperature": 0}),
+    (_CHAT, {"n": 2, "temperature": 0}),
+    (_COMPLETIONS, {"n": 0}),
+    (_CHAT, {"n": -1}),
+    (_COMPLETIONS, {"n": 2, "temperature": -1}),
+    (_COMPLETIONS, {"n": "2", "seed": 5}),
+    (_COMPLETIONS, {"n": 2, "seed": "5"}),
+    (_COMPLETIONS, {"n": 2, "echo": True, "seed": 5}),
+    (_COMPLETIONS, {"prompt": _SPREAD[:2], "echo": True, "temperature": 0}),
+    (_COMPLETIONS, {"prompt": ["one"] * 129, "temperature": 0, "max_tokens": 1}),
 ]
+"""What is not taken apart."""
 
 
-@pytest.mark.parametrize(("path", "fields", "num_parts"), _SHAPES)
-async def test_a_whole_answer_is_one_engines(
-    deployment: _Deployment, path: str, fields: dict[str, Any], num_parts: int
-) -> None:
+@pytest.mark.parametrize("path", [_COMPLETIONS, _CHAT])
+async def test_a_whole_answer_is_one_engines(deployment: _Deployment, path: str) -> None:
     """Equal but for ids, times and where the prompt was cached; every part went through P and D."""
-    through, plain = await deployment.both(path, _body(path, **fields))
-    assert plain.status_code == 200, plain.text
-    assert through.status_code == 200, through.text
-    assert _comparable(through.json()) == _comparable(plain.json())
-    assert list(through.json()) == list(plain.json())
-    assert deployment.num_prefills == num_parts + 2  # One proof of each pair.
-    assert through.headers["x-pdserve-prefill"] == "remote"
-    request_id = through.headers["x-pdserve-request-id"]
-    assert through.json()["id"] == f"{'chatcmpl' if path == _CHAT else 'cmpl'}-{request_id}"
-    assert through.headers["server-timing"].startswith("queue;dur=")
-    records = deployment.split.gateway.journal.last(num_parts)
-    assert {record.request_id for record in records} == {f"{request_id}-{index}" for index in range(num_parts)}
-    assert {record.place for record in records} == {"remote"}
+    for fields, num_parts in _SHAPES[path]:
+        num_before = deployment.num_prefills
+        through, plain = await deployment.both(path, _body(path, **fields))
+        assert (plain.status_code, through.status_code) == (200, 200), (fields, through.text)
+        assert _comparable(through.json()) == _comparable(plain.json()), fields
+        assert list(through.json()) == list(plain.json())
+        assert deployment.num_prefills == num_before + num_parts
+        assert through.headers["x-pdserve-prefill"] == "remote"
+        request_id = through.headers["x-pdserve-request-id"]
+        assert through.json()["id"] == _answer_id(path, through)
+        assert through.headers["server-timing"].startswith("queue;dur=")
+        whole, *records = deployment.split.gateway.journal.last(num_parts + 1)
+        assert whole.request_id == request_id
+        assert sorted(whole.parts) == sorted(record.request_id for record in records)
+        assert set(whole.parts) == {f"{request_id}-{index}" for index in range(num_parts)}
+        assert {record.place for record in (whole, *records)} == {"remote"}
+        assert whole.num_output_tokens == through.json()["usage"]["completion_tokens"]
     await deployment.split.settle()
     assert deployment.split.prefill.num_held_blocks == 0
+
+
+def _answer_id(path: str, answer: httpx.Response) -> str:
+    return f"{'chatcmpl' if path == _CHAT else 'cmpl'}-{answer.headers['x-pdserve-request-id']}"
 
 
 def _comparable(answer: dict[str, Any]) -> dict[str, Any]:
@@ -118,27 +142,25 @@ def _comparable(answer: dict[str, Any]) -> dict[str, Any]:
 @pytest.mark.parametrize(
     "options", [None, {"include_usage": True}, {"include_usage": True, "continuous_usage_stats": True}]
 )
-@pytest.mark.parametrize(("path", "fields", "num_parts"), _SHAPES)
-async def test_a_stream_is_one_engines(
-    deployment: _Deployment, path: str, fields: dict[str, Any], num_parts: int, options: dict[str, Any] | None
-) -> None:
+@pytest.mark.parametrize("path", [_COMPLETIONS, _CHAT])
+async def test_a_stream_is_one_engines(deployment: _Deployment, path: str, options: dict[str, Any] | None) -> None:
     """Each choice's events are equal and in order; roles come first, usage comes last, then one end."""
-    body = _body(path, **fields, stream=True, stream_options=options)
-    through, plain = await deployment.both(path, body)
-    assert (plain.status_code, through.status_code) == (200, 200)
-    assert through.headers["content-type"] == plain.headers["content-type"]
-    ours, theirs = _events(through.text), _events(plain.text)
-    assert _by_choice(ours) == _by_choice(theirs)
-    assert len(_by_choice(ours)) == num_parts + (1 if options else 0)
-    if path == _CHAT:
-        assert [_opened(event) for event in ours[:num_parts]] == list(range(num_parts))
-    if options:
-        assert ours[-1]["choices"] == theirs[-1]["choices"] == []
-    assert {event["id"] for event in ours} == {
-        f"{'chatcmpl' if path == _CHAT else 'cmpl'}-{through.headers['x-pdserve-request-id']}"
-    }
-    assert len({event["created"] for event in ours}) == 1
-    assert deployment.num_prefills == num_parts + 2
+    for fields, num_parts in _SHAPES[path]:
+        num_before = deployment.num_prefills
+        body = _body(path, **fields, stream=True, stream_options=options)
+        through, plain = await deployment.both(path, body)
+        assert (plain.status_code, through.status_code) == (200, 200), (fields, through.text)
+        assert through.headers["content-type"] == plain.headers["content-type"]
+        ours, theirs = _events(through.text), _events(plain.text)
+        assert _by_choice(ours) == _by_choice(theirs), fields
+        assert len(_by_choice(ours)) == num_parts + (1 if options else 0)
+        if path == _CHAT:
+            assert [_opened(event) for event in ours[:num_parts]] == list(range(num_parts))
+        if options:
+            assert ours[-1]["choices"] == theirs[-1]["choices"] == []
+        assert {event["id"] for event in ours} == {_answer_id(path, through)}
+        assert len({event["created"] for event in ours}) == 1
+        assert deployment.num_prefills == num_before + num_parts
     await deployment.split.settle()
     assert deployment.split.prefill.num_held_blocks == 0
 
@@ -170,38 +192,18 @@ def _opened(event: dict[str, Any]) -> int:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize(
-    ("path", "fields"),
-    [
-        (_COMPLETIONS, {"n": 2, "temperature": 0}),
-        (_CHAT, {"n": 2, "temperature": 0}),
-        (_COMPLETIONS, {"n": 0}),
-        (_CHAT, {"n": -1}),
-        (_COMPLETIONS, {"n": 2, "temperature": -1}),
-        (_COMPLETIONS, {"n": "2", "seed": 5}),
-        (_COMPLETIONS, {"n": 2, "seed": "5"}),
-        (_COMPLETIONS, {"n": 2, "echo": True, "seed": 5}),
-        (_COMPLETIONS, {"prompt": _SPREAD[:2], "echo": True, "temperature": 0}),
-        (_COMPLETIONS, {"prompt": ["one"] * 129, "temperature": 0, "max_tokens": 1}),
-        (_COMPLETIONS, {"best_of": 3, "temperature": 0}),
-    ],
-)
-async def test_what_stays_whole_is_answered_by_one_engine(
-    deployment: _Deployment,
-    path: str,
-    fields: dict[str, Any],
-    stream: bool,  # noqa: FBT001
-) -> None:
-    """Answers and refusals of one engine, word for word; nothing of it ran on P."""
-    through, plain = await deployment.both(path, _body(path, **fields, stream=stream))
-    assert through.status_code == plain.status_code
-    if plain.status_code != 200:
-        assert through.json() == plain.json()
-        assert deployment.num_prefills == 2
-    elif stream:
-        assert _by_choice(_events(through.text)) == _by_choice(_events(plain.text))
-    else:
-        assert _comparable(through.json()) == _comparable(plain.json())
+async def test_what_stays_whole_is_answered_by_one_engine(deployment: _Deployment, stream: bool) -> None:  # noqa: FBT001
+    """Answers and refusals of one engine, word for word; what P refuses or never sees is not held there."""
+    for path, fields in _WHOLE:
+        through, plain = await deployment.both(path, _body(path, **fields, stream=stream))
+        assert through.status_code == plain.status_code, fields
+        if plain.status_code != 200:
+            assert through.json() == plain.json()
+        elif stream:
+            assert _by_choice(_events(through.text)) == _by_choice(_events(plain.text))
+        else:
+            assert _comparable(through.json()) == _comparable(plain.json())
+    assert deployment.num_prefills == 2  # One proof of each pair.
     await deployment.split.settle()
 
 
@@ -274,7 +276,7 @@ async def test_a_client_that_leaves_takes_all_parts_with_it(path: str, stream: b
         await asyncio.wait([asking])
         await deployment.settle()
         assert deployment.prefill.num_held_blocks == 0
-        assert len(deployment.gateway.journal.last(100)) == 6
+        assert deployment.gateway.journal.num_requests == 6
 
 
 def _runs(engine: StandIn, count: int) -> bool:
@@ -303,4 +305,23 @@ async def test_a_client_that_reads_nothing_is_hung_up_on() -> None:
                     await asyncio.sleep(0.02)
         assert "client_stalled" in {record.reason for record in deployment.gateway.journal.last(3)}
         await deployment.settle()
+        assert deployment.prefill.num_held_blocks == 0
+
+
+async def test_an_engine_that_dies_under_its_parts_ends_the_stream() -> None:
+    """One error, nothing after it but the end that the engine itself may have told, and the other D is idle again."""
+    settings = EngineSettings(model=MODEL, timing=Timing(decode_step_s=0.01))
+    async with split(num_decode=2, settings=settings) as deployment:
+        body = _body(_COMPLETIONS, n=4, max_tokens=3000, stream=True, ignore_eos=True)
+        events: list[str] = []
+        async with deployment.client.stream("POST", _COMPLETIONS, json=body) as response:
+            async for line in response.aiter_lines():
+                events += [line] if line else []
+                if line and len(_by_choice([json.loads(event[6:]) for event in events if '"choices"' in event])) == 4:
+                    deployment.decodes[0].engine.kill("a test")
+        assert sum('"error"' in event for event in events) == 1
+        assert '"error"' in [event for event in events if event != "data: [DONE]"][-1]
+        async with asyncio.timeout(10):
+            await deployment.decodes[1].idle()
+            await deployment.prefill.idle()
         assert deployment.prefill.num_held_blocks == 0

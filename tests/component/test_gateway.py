@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import itertools
 import json
@@ -227,6 +228,16 @@ async def test_engines_take_turns() -> None:
         assert sorted(record.prefill or "" for record in records) == ["prefill-0"] * 6 + ["prefill-1"] * 6
         assert {record.decode for record in records} == {"decode-0", "decode-1", "decode-2"}
         await deployment.settle()
+
+
+async def test_load_is_counted_while_it_lasts(pair: Split) -> None:
+    """A leg counts as load until it is over, however it ends."""
+    pool = pair.gateway.pool
+    name = pool.names()[0]
+    with contextlib.suppress(ValueError), pool.leg(name) as client:
+        assert client.num_in_flight == 1
+        raise ValueError
+    assert pool.client(name).num_in_flight == 0
 
 
 async def test_phases_are_told(pair: Split) -> None:

@@ -188,12 +188,3 @@ async def test_an_answer_without_end_is_given_up(monkeypatch: pytest.MonkeyPatch
     async with _engine(_says(said)) as (client, _):
         with pytest.raises(EngineProtocolError, match="exceeds 10 bytes"):
             await client.get("/x", timeout_s=10)
-
-
-async def test_load_is_counted_while_it_lasts() -> None:
-    """A leg counts as load until it is over, however it ends."""
-    async with _engine(_says(_OK)) as (client, _):
-        with contextlib.suppress(ValueError), client.in_flight():
-            assert client.num_in_flight == 1
-            raise ValueError
-        assert client.num_in_flight == 0

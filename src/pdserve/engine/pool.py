@@ -118,6 +118,8 @@ class _Member:
         self.may_be_another = False
         """A connection ended without an answer: the process behind it may have been replaced."""
         self.is_draining = False
+        self.was_tried = False
+        """One of its pairs has been tried in its present life: another engine's restart takes no traffic from it."""
         self.num_held = 0
         """Handoffs whose KV it holds for a D that has not answered yet."""
         self.engine_ids: set[str] = set()
@@ -319,6 +321,7 @@ class EnginePool:
         if member.generation and member.is_up:
             self._tally.count(ENGINE_RESTARTS, member.client.address.name)
         member.generation += 1
+        member.was_tried = False
         for pair in self.pairs:
             if member.client.address in {pair.prefill, pair.decode}:
                 pair.state, pair.cause = PairState.UNTRIED, ""
@@ -358,6 +361,8 @@ class EnginePool:
         if state is not PairState.PROVEN and (state, cause) != (pair.state, pair.cause):
             _logger.warning("%s -> %s is %s: %s", pair.prefill.name, pair.decode.name, state, cause)
         pair.state, pair.cause, pair.first_handoff_s, pair.num_failures = state, cause, first_handoff_s, 0
+        for side in sides:
+            side.was_tried = True
         self._settle()
 
     def _learn_engine_id(self, prefill: _Member, engine_id: str) -> None:
@@ -388,7 +393,7 @@ class EnginePool:
             if (member.client.address == pair.prefill and self._members[pair.decode.name].is_up)
             or (member.client.address == pair.decode and self._members[pair.prefill.name].is_up)
         ]
-        is_tried = not partners or any(pair.state is not PairState.UNTRIED for pair in partners)
+        is_tried = member.was_tried or not partners or any(pair.state is not PairState.UNTRIED for pair in partners)
         return EngineState.READY if is_tried else EngineState.PROVING
 
     def _of(self, role: Role) -> list[_Member]:

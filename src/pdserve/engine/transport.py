@@ -16,7 +16,7 @@ import msgspec
 from pdserve.engine.credentials import OPEN_ACCESS, EngineAccess
 from pdserve.errors import EngineError, EngineProtocolError, EngineStatus, EngineTimeout, EngineUnreachable, Reason
 from pdserve.http.client import ClientConnection, ConnectionFailed, ConnectionPool, ProtocolViolated
-from pdserve.protocol.openai import JSON_HEADER, NOT_JSON, error_body
+from pdserve.protocol.openai import JSON_HEADER, NOT_JSON
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -33,6 +33,8 @@ _ADVICE = frozenset({b"retry-after", b"www-authenticate"})
 _KEY_REFUSED = frozenset({401, 403})
 _NAME_MISMATCHES = frozenset({62, 64})
 """X509_V_ERR_HOSTNAME_MISMATCH and X509_V_ERR_IP_ADDRESS_MISMATCH (OpenSSL's x509_vfy.h)."""
+_LATE_S = 1.0
+"""How long an answer that nobody awaits any more may take: it had left the engine by then, or never will."""
 MAX_WHOLE_ANSWER_BYTES = 256 * 1024 * 1024
 """A chat answer with logprobs for every token of a long context stays well below; beyond it an engine is talking nonsense."""
 
@@ -99,7 +101,7 @@ class EngineClient:
     ) -> Answer:
         """POST a JSON body and take the whole answer, whatever its status. Raises EngineError.
 
-        `on_late` gets an answer that was there already when the caller was cancelled.
+        `on_late` gets an answer that was on its way when the caller was cancelled, then or a moment later.
         """
         request = self._request_bytes(
             b"POST " + path.encode(), body, content_type=JSON_HEADER[1], request_id=request_id, headers=headers
@@ -134,7 +136,7 @@ class EngineClient:
         reason = Reason.ENGINE_UNREACHABLE if error.is_unanswered else Reason.ENGINE_BROKE_OFF
         return EngineUnreachable(str(error), engine=str(self.address), reason=reason)
 
-    def status_error(self, answer: Answer, *, status: int | None = None) -> EngineStatus:
+    def status_error(self, answer: Answer, *, status: int | None = None) -> EngineError:
         """An answer that is an error, as one; `status` where the answer itself has none, being an event of a stream.
 
         A key of pdserve's that the engine refuses is no fault of the client's, which would take it for its own.
@@ -142,10 +144,9 @@ class EngineClient:
         status = status or answer.status
         engine = str(self.address)
         if self._authorization and status in _KEY_REFUSED:
-            error = EngineProtocolError(
-                f"refused pdserve's key ({status}); is it the one it was started with?", engine=engine
+            return EngineProtocolError(
+                f"refused pdserve's key ({status}); was it started with another one?", engine=engine
             )
-            return EngineStatus(engine=engine, status=error.status, content_type=JSON_HEADER[1], body=error_body(error))
         return EngineStatus(
             engine=engine, status=status, content_type=answer.content_type, body=answer.body, headers=answer.advice
         )
@@ -206,13 +207,19 @@ class EngineClient:
         except TimeoutError as exc:
             raise self.timeout_of("the answer", timeout_s, reason=timeout_reason) from exc
         except asyncio.CancelledError:
-            if on_late is not None and sink.is_whole:
-                on_late(sink.whole())
+            if on_late is not None:
+                sink.wait_on(on_late)
             raise
         finally:
             timer.cancel()
             if not sink.is_whole:
-                connection.abort()
+                self._leave(connection, is_answer_wanted=sink.on_late is not None)
+
+    def _leave(self, connection: ClientConnection, *, is_answer_wanted: bool) -> None:
+        if is_answer_wanted and connection.try_leave():
+            self._loop.call_later(_LATE_S, connection.abort)
+        else:
+            connection.abort()
 
     async def _connect(self) -> ClientConnection:
         try:
@@ -260,11 +267,12 @@ class EngineClient:
 class _WholeAnswer:
     """A sink that waits for all of it."""
 
-    __slots__ = ("_headers", "_num_bytes", "_pieces", "_status", "answer", "is_whole")
+    __slots__ = ("_headers", "_num_bytes", "_pieces", "_status", "answer", "is_whole", "on_late")
 
     def __init__(self, answer: asyncio.Future[Answer]) -> None:
         self.answer = answer
         self.is_whole = False
+        self.on_late: Callable[[Answer], None] | None = None
         self._status = 0
         self._headers: Headers = []
         self._pieces: list[bytes] = []
@@ -283,8 +291,17 @@ class _WholeAnswer:
 
     def on_end(self) -> None:
         self.is_whole = True
-        if not self.answer.done():
+        if self.on_late is not None:
+            self.on_late(self.whole())
+        elif not self.answer.done():
             self.answer.set_result(self.whole())
+
+    def wait_on(self, on_late: Callable[[Answer], None]) -> None:
+        """Nobody awaits the answer any more; `on_late` gets it, if it comes."""
+        if self.is_whole:
+            on_late(self.whole())
+        else:
+            self.on_late = on_late
 
     def whole(self) -> Answer:
         return Answer(self._status, self._headers, b"".join(self._pieces))

@@ -13,6 +13,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from pdserve import __version__
 from pdserve.errors import InvalidRequest, Reason
 from pdserve.gateway.app import Router, health_of, send_json
+from pdserve.gateway.auth import refuse_browsers
 from pdserve.protocol.admin import EngineInfo, GatewayStatus, PairInfo
 from pdserve.telemetry.metrics import RELEASES
 
@@ -44,7 +45,8 @@ class AdminApp:
                 b"/metrics": (b"GET", self.metrics),
                 b"/drain/*": (b"POST", self.drain),
                 b"/undrain/*": (b"POST", self.undrain),
-            }
+            },
+            guard=refuse_browsers,
         )
 
     async def status(self, _request: Request, response: Response) -> None:

@@ -58,7 +58,6 @@ class Attempts:
         self.num_decode = 0
         """D legs that failed."""
 
-    @property
     def may_prefill(self) -> bool:
         """Whether a P leg may be sent: the first always, further ones within bound and budget."""
         return self.num_prefill == 0 or (self.num_prefill < self._config.max_attempts and self._budget.try_spend())

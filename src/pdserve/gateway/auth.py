@@ -15,12 +15,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pdserve.engine.credentials import (
+    CLIENT_KEY_VARIABLE,
     CLIENT_KEYS_VARIABLE,
     EngineAccess,
     Secret,
     checked_key,
     read_engine_access,
     read_private_file,
+    trusting,
 )
 from pdserve.errors import ConfigError, InvalidRequest, Reason
 
@@ -123,6 +125,16 @@ class Credentials:
         return [header for header in headers if header[0] == b"authorization"][:1]
 
 
+def refuse_browsers(request: Request) -> None:
+    """Raises InvalidRequest, 403, for what a web page sent: it must not reach the operator's side through who looks at it.
+
+    A page that anybody wrote may send requests to loopback addresses; its browser says so in these headers.
+    """
+    site = request.header(b"sec-fetch-site")
+    if request.header(b"origin") is not None or site not in {None, b"none"}:
+        raise InvalidRequest("web pages have no business here", status=403, reason=Reason.FORBIDDEN)
+
+
 def read_credentials(config: Config, environ: Mapping[str, str]) -> Credentials:
     """Everything that is configured. Raises ConfigError."""
     clients = ClientKeys(lambda: read_client_keys(config.gateway, environ))
@@ -140,6 +152,16 @@ def read_client_keys(config: GatewayConfig, environ: Mapping[str, str]) -> tuple
         keys.extend(_read_keys_file(config.api_keys_file))
     _refuse_shared_keys(keys)
     return tuple(keys)
+
+
+def own_access(config: GatewayConfig, environ: Mapping[str, str]) -> EngineAccess:
+    """How pdserve's own commands ask a gateway: with PDSERVE_API_KEY, else with the first client's key. Raises ConfigError."""
+    tls = trusting(config.tls_ca, setting="gateway.tls_ca") if config.tls_ca is not None else None
+    own = environ.get(CLIENT_KEY_VARIABLE, "")
+    if own:
+        return EngineAccess(checked_key(own, where=CLIENT_KEY_VARIABLE), tls)
+    keys = read_client_keys(config, environ)
+    return EngineAccess(keys[0].key if keys else None, tls)
 
 
 def _read_keys_file(path: str) -> list[NamedKey]:

@@ -7,7 +7,6 @@ takes it is the policy's, whether to try again is attempts.py's.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import logging
 from typing import TYPE_CHECKING
@@ -91,7 +90,7 @@ class Exchange:
         proxy, facts = self._proxy, self._call.facts
         engines = self._candidates()
         decision = proxy.policy.decide(facts, engines)
-        if isinstance(decision, RemotePrefill) and not self._attempts.may_prefill:
+        if isinstance(decision, RemotePrefill) and not self._attempts.may_prefill():
             decision = DecodeAlone(decision.decode, AloneReason.ATTEMPTS_FAILED)
         if isinstance(decision, DecodeAlone):
             self._go_alone(decision)
@@ -158,10 +157,16 @@ class Exchange:
         return answer
 
     def _take_late_handoff(self, answer: Answer) -> None:
-        """P's answer came in the same turn as the client left: P holds blocks by now, and they must be released."""
-        with contextlib.suppress(nixl.UnusableHandoff):
-            self._handoff = nixl.parse_handoff(self._call.api, answer.body, now_s=self._proxy.clock())
+        """P's answer was on its way when the client left: P holds blocks by now, and they must be released."""
+        try:
+            handoff = nixl.parse_handoff(self._call.api, answer.body, now_s=self._proxy.clock())
+        except nixl.UnusableHandoff:
+            return
+        if self._life.state is State.PREFILLING:
+            self._handoff = handoff
             self._apply(Event.HANDOFF_TAKEN)
+        else:
+            self._proxy.releaser.release(handoff, headers=self._call.engine_headers)
 
     def _prefill_failed(self, prefill: EngineAddress, error: EngineError) -> None:
         """Another P may do better, or D alone. Raises the error where that is not wanted."""
@@ -362,11 +367,19 @@ class Exchange:
         if not isinstance(error, EngineError) or (isinstance(error, EngineStatus) and _is_clients_fault(error.status)):
             return
         is_pairs_fault = event is Event.DECODE_LOST or error.reason is Reason.WRONG_CONTEXT
-        if prefill is not None and is_pairs_fault and not isinstance(error, EngineUnreachable):
+        if prefill is not None and is_pairs_fault and not self._is_gone(error):
             self._proxy.pool.report_pair_failure(prefill, name, str(error))
         else:
             self._blame(client.address, error)
         self._attempts.decode_failed(name, prefill=prefill)
+
+    def _is_gone(self, error: EngineError) -> bool:
+        """Whether the engine may be another process by now.
+
+        A responses stream whose KV did not come just breaks off (vLLM 0.32, responses/serving.py): that engine is there.
+        """
+        is_told_so = self._call.api is openai.Api.RESPONSES and error.reason is Reason.ENGINE_BROKE_OFF
+        return isinstance(error, EngineUnreachable) and not is_told_so
 
     def _failure_event(self, error: RequestError) -> Event:
         if self._life.state is State.DECODING:
@@ -487,11 +500,11 @@ class Exchange:
 
     def _blame(self, engine: EngineAddress, error: EngineError) -> None:
         pool = self._proxy.pool
-        if isinstance(error, EngineUnreachable):
+        if self._is_gone(error):
             pool.report_unreachable(engine.name, may_be_another=True)
         elif not (isinstance(error, EngineStatus) and error.status in _BUSY_STATUSES):
             pool.report_failure(engine.name, error.reason)
-            if isinstance(error, EngineTimeout):
+            if isinstance(error, EngineTimeout | EngineUnreachable):
                 pool.report_unreachable(engine.name)
 
     def _prefill_name(self) -> EngineName | None:
@@ -542,5 +555,5 @@ def _not_an_answer(client: EngineClient, body: bytes) -> EngineError | None:
     )
 
 
-def _engine_status(client: EngineClient, answer: Answer) -> EngineStatus:
+def _engine_status(client: EngineClient, answer: Answer) -> EngineError:
     return client.status_error(answer, status=answer.status or openai.error_status(answer.body))

@@ -16,7 +16,7 @@ from pdserve.gateway.admission import Admission
 from pdserve.gateway.attempts import RetryBudget
 from pdserve.gateway.call import Call
 from pdserve.gateway.exchange import Exchange
-from pdserve.gateway.fanout import answer_parts
+from pdserve.gateway.fanout import MAX_AT_ONCE, answer_parts
 from pdserve.gateway.passthrough import find_response
 from pdserve.protocol import openai
 from pdserve.protocol.handoff import Event
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from pdserve.http.server import Headers, Request, Response
     from pdserve.policy.round_robin import Policy
     from pdserve.protocol.openai import Api, Fields
+    from pdserve.protocol.parts import Parts
     from pdserve.telemetry.tally import Tally
 
 
@@ -114,7 +115,7 @@ class Proxy:
         parts = take_apart(api, fields)
         facts = openai.facts_of(api, fields)
         headers = self.engine_headers(request)
-        weight = len(parts.requests) if parts is not None else 1
+        weight = min(len(parts.requests), MAX_AT_ONCE) if parts is not None else 1
         await self.admission.enter(priority=facts.priority, weight=weight)
         try:
             call = Call(
@@ -130,9 +131,19 @@ class Proxy:
             if parts is None:
                 await self.answer(call, response)
             else:
-                await answer_parts(self.answer, call, parts, response)
+                await self._answer_parts(call, parts, response)
         finally:
             self.admission.leave(weight)
+
+    async def _answer_parts(self, call: Call, parts: Parts, response: Response) -> None:
+        error: RequestError | None = None
+        try:
+            await answer_parts(self.answer, call, parts, response)
+        except RequestError as exc:
+            error = exc
+            raise
+        finally:
+            self.journal.add_parts(call, error)
 
     async def _find_decode(self, facts: RequestFacts, fields: Fields, headers: Headers) -> EngineName | None:
         """The D that a request must go to because it remembers the conversation; None: any."""

@@ -145,7 +145,10 @@ class Relay:
 
     def on_failure(self, error: ConnectionFailed | ProtocolViolated) -> None:
         self._connection = None
-        self._fail(self._engine.error_of(error))
+        if self._is_streaming and ends_stream(self._api, self._tail) and not self.outcome.done():
+            self.outcome.set_result(None)  # The client has all of it: an error after the end mark would be read by nobody.
+        else:
+            self._fail(self._engine.error_of(error))
 
     # The client's side
 
@@ -162,6 +165,11 @@ class Relay:
             self._connection.resume_reading()
 
     # Inside
+
+    @property
+    def _is_streaming(self) -> bool:
+        """Whether events of the answer have gone to the client."""
+        return self._whole is None and self.first_byte_at_s is not None
 
     def _edit(self, event: bytes) -> bytes:
         """An event with usage, for the client; with the wrong usage it is the end."""

@@ -37,7 +37,7 @@ class Releaser:
         self._tasks: set[asyncio.Task[None]] = set()
 
     def release(self, handoff: Handoff, *, headers: Headers, avoid: EngineAddress | None = None) -> None:
-        """Start freeing a handoff's blocks through any healthy decode engine, `avoid` only if there is no other."""
+        """Start freeing a handoff's blocks through any decode engine, healthy ones first and `avoid` last."""
         task = asyncio.get_running_loop().create_task(self._release(handoff, headers, avoid))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -77,9 +77,7 @@ class Releaser:
         return answer.status == 404  # noqa: PLR2004 - refused for its model: that refusal is what frees the blocks
 
     def _candidates(self, avoid: EngineAddress | None) -> list[EngineAddress]:
-        decodes = [
-            snapshot.address
-            for snapshot in self._pool.snapshots()
-            if snapshot.address.role == Role.DECODE and snapshot.is_healthy
-        ]
-        return sorted(decodes, key=lambda address: address == avoid)
+        """The healthy ones first; one that just failed may still take a release, and there may be nobody else."""
+        decodes = [snapshot for snapshot in self._pool.snapshots() if snapshot.address.role == Role.DECODE]
+        decodes.sort(key=lambda decode: (not decode.is_healthy, decode.address == avoid))
+        return [decode.address for decode in decodes]

@@ -72,6 +72,7 @@ async def running_gateway(
         ClientApp(proxy, pool).router(guard=credentials.admit),
         sockets[0],
         tls=_client_tls(config.gateway),
+        admit=credentials.admit,
         max_body_bytes=config.gateway.max_body_bytes,
         shutdown_s=timeouts.shutdown,
     )

@@ -82,6 +82,7 @@ class ClientConnection(asyncio.Protocol):
         self._has_excess = False
         self._has_length = False
         self.is_closed = False
+        self._is_leaving = False
         self.was_used = False
         self.idle_since_s = 0.0
 
@@ -102,6 +103,18 @@ class ClientConnection(asyncio.Protocol):
         self.is_closed = True
         if self._transport is not None:
             self._transport.abort()
+
+    def try_leave(self) -> bool:
+        """Say that nothing more will come, and go on reading: an answer that is on its way can still arrive.
+
+        The server sees its client gone, as with `abort`. False where that cannot be said: over TLS, or in mid-request. The
+        caller aborts the connection some time later.
+        """
+        if self._transport is None or self.is_closed or self.has_unsent or not self._transport.can_write_eof():
+            return False
+        self._is_leaving = True
+        self._transport.write_eof()
+        return True
 
     @property
     def has_unsent(self) -> bool:
@@ -215,7 +228,7 @@ class ClientConnection(asyncio.Protocol):
         sink, self._sink = self._sink, None
         if sink is None or self._transport is None:
             return  # The sink dropped it in the meantime.
-        if self._may_be_kept and not self._has_excess and not self._transport.is_closing():
+        if self._may_be_kept and not self._is_leaving and not self._has_excess and not self._transport.is_closing():
             self._transport.resume_reading()
             self.was_used = True
             self._release(self)

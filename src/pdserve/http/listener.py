@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from uvicorn.server import ServerState
 
-    from pdserve.http.server import Application
+    from pdserve.http.server import Application, Request
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -75,7 +75,10 @@ def _no_password() -> str:
 
 
 class Listener:
-    """Serves one application on one socket while it is entered."""
+    """Serves one application on one socket while it is entered.
+
+    `admit` sees the head of a request with a long body before the body is read; what it raises is the answer.
+    """
 
     def __init__(
         self,
@@ -83,12 +86,15 @@ class Listener:
         sock: socket.socket,
         *,
         tls: ssl.SSLContext | None = None,
+        admit: Callable[[Request], None] = lambda _: None,
         max_body_bytes: int = 64 * 1024 * 1024,
         keep_alive_s: float = 75.0,
         shutdown_s: float = 30.0,
     ) -> None:
         def connect(*, server_state: ServerState, **_unused: object) -> ServerConnection:
-            return ServerConnection(application, server_state, max_body_bytes=max_body_bytes, keep_alive_s=keep_alive_s)
+            return ServerConnection(
+                application, server_state, max_body_bytes=max_body_bytes, keep_alive_s=keep_alive_s, admit=admit
+            )
 
         self._sock = sock
         self._tls = tls
@@ -116,6 +122,11 @@ class Listener:
     def num_connections(self) -> int:
         """Clients connected now."""
         return len(self._server.server_state.connections)
+
+    def renew_certificate(self, cert: str, key: str) -> None:
+        """For connections from now on. Raises ConfigError, and then nothing has changed."""
+        assert self._tls is not None
+        load_certificate(self._tls, cert, key)
 
     def force_stop(self) -> None:
         """Do not wait for open requests any longer."""

@@ -39,6 +39,8 @@ HEADER_TIMEOUT_S = 30.0
 BODY_TIMEOUT_S = 300.0
 MAX_PIPELINED = 16
 """Requests that may wait behind the one that is being answered before the connection is no longer read."""
+MAX_UNADMITTED_BYTES = 64 * 1024
+"""A longer body is only read once its head has been admitted: who may not ask must not fill the memory either."""
 LINGER_S = 2.0
 """How long a client's bytes are still taken, and dropped, after its last answer: closing in the middle of them would reset
 the connection, and the client would lose that answer."""
@@ -186,9 +188,16 @@ class ServerConnection(asyncio.Protocol):
     """One client's connection: parser, pipeline, keep-alive and the task that answers."""
 
     def __init__(
-        self, application: Application, state: ServerState, *, max_body_bytes: int, keep_alive_s: float
+        self,
+        application: Application,
+        state: ServerState,
+        *,
+        max_body_bytes: int,
+        keep_alive_s: float,
+        admit: Callable[[Request], None] = lambda _: None,
     ) -> None:
         self._application = application
+        self._admit = admit
         self._state = state
         self._max_body_bytes = max_body_bytes
         self._keep_alive_s = keep_alive_s
@@ -308,10 +317,12 @@ class ServerConnection(asyncio.Protocol):
         check_host(version, self._headers)
         if self._parser.should_upgrade():
             return  # The same head comes again: see `_without_upgrade`.
-        read_target(self._parser.get_method(), self._url)
         self._is_in_body = True
         length = next((int(value) for name, value in self._headers if name == b"content-length"), 0)
         self._check_body_bytes(length)
+        request = self._read_request()
+        if length > MAX_UNADMITTED_BYTES or any(name == b"transfer-encoding" for name, _ in self._headers):
+            self._admit(request)
         self._owes_continue = expects_continue(version, self._headers)
         if self._task is None:
             self._await_body()
@@ -334,20 +345,7 @@ class ServerConnection(asyncio.Protocol):
         if self._parser.should_upgrade():
             return  # Not complete at all: see `_without_upgrade`.
         self._is_in_message = False
-        method = self._parser.get_method()
-        path, query = read_target(method, self._url)
-        # HTTP/1.0 knows no chunks, and keeps a connection only where both sides say so, which is not worth the words.
-        is_http_1_0 = self._parser.get_http_version() == "1.0"
-        request = Request(
-            method,
-            path,
-            query,
-            self._headers,
-            bytes(self._body),
-            knows_chunks=not is_http_1_0,
-            keep_alive=self._parser.should_keep_alive() and not is_http_1_0,
-            received_at_s=time.monotonic(),
-        )
+        request = self._read_request()
         self._body = b""
         self._is_deaf = not request.keep_alive
         if self._task is None:
@@ -435,6 +433,23 @@ class ServerConnection(asyncio.Protocol):
         head = b"%b %b HTTP/%b\r\n" % (method, self._url, version)
         self._parser = httptools.HttpRequestParser(self)
         return head + b"".join(b"%b: %b\r\n" % header for header in headers) + b"\r\n" + rest
+
+    def _read_request(self) -> Request:
+        """What is here of it so far."""
+        method = self._parser.get_method()
+        path, query = read_target(method, self._url)
+        # HTTP/1.0 knows no chunks, and keeps a connection only where both sides say so, which is not worth the words.
+        is_http_1_0 = self._parser.get_http_version() == "1.0"
+        return Request(
+            method,
+            path,
+            query,
+            self._headers,
+            bytes(self._body),
+            knows_chunks=not is_http_1_0,
+            keep_alive=self._parser.should_keep_alive() and not is_http_1_0,
+            received_at_s=time.monotonic(),
+        )
 
     def _count_header_bytes(self, num_bytes: int) -> None:
         self._header_bytes += num_bytes

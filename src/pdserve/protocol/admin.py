@@ -116,3 +116,5 @@ class RequestRecord(msgspec.Struct, frozen=True, kw_only=True):
     """Legs that failed before this answer or error."""
     phases: Phases
     handoff: HandoffRecord | None
+    parts: list[str] = []
+    """Ids of the calls that a request for several choices or prompts was taken apart into; each has a record of its own."""

@@ -74,7 +74,7 @@ TABLE: dict[State, dict[Event, Step]] = {
         Event.PREFILL_FAILED: Step(State.OPEN),
         Event.PREFILL_REFUSED: _END,
         # P sees its client gone and aborts: an aborted request keeps no blocks (pull_scheduler.py, request_finished). An
-        # answer that has left P by then and has not come here keeps them until the lease ends: nobody knows its handoff.
+        # answer that has left P by then still comes, a little after the request's end, and is released for itself.
         Event.CANCELLED: _END,
         Event.FAILED: _END,
     },

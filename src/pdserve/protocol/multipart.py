@@ -21,6 +21,7 @@ _NAME = re.compile(rb'name=(?:"([\w\[\].-]{1,100})"|([\w\[\].-]{1,100}))')
 _FILENAME = re.compile(rb'filename=(?:"((?:[^"\\]|\\.)*)"|([^\s;"\\]*))')
 _PLAIN_ENCODINGS = frozenset({b"7bit", b"8bit", b"binary"})
 _NOT_IN_QUOTES = re.compile(rb'["\\\x00-\x1f\x7f]')
+_IS_TOKEN = re.compile(rb"[A-Za-z-]+")
 _IS_VALUE = re.compile(rb"[\t\x20-\x7e\x80-\xff]*")
 _MAX_PARTS = 1000
 
@@ -81,7 +82,7 @@ def _part(piece: bytes) -> Part:
 def _header(line: bytes) -> tuple[bytes, bytes]:
     name, colon, value = line.partition(b":")
     value = value.strip(b" \t")
-    if not colon or not _IS_VALUE.fullmatch(value):
+    if not colon or not _IS_TOKEN.fullmatch(name) or not _IS_VALUE.fullmatch(value):
         raise _refusal("a field's headers are malformed")
     return name.lower(), value
 

@@ -11,7 +11,7 @@ import msgspec
 from pdserve.core import RequestFacts
 from pdserve.errors import InvalidRequest, Reason
 from pdserve.protocol import shape
-from pdserve.protocol.api import CHOICE_APIS, LIMIT_FIELDS, PROMPT_FIELD, PROMPT_PARTS, ROUTED_APIS, Api, api_of
+from pdserve.protocol.api import CHOICE_APIS, PROMPT_FIELD, PROMPT_PARTS, ROUTED_APIS, Api, api_of
 from pdserve.protocol.failure import error_body, error_event, error_status
 from pdserve.protocol.fields import (
     NOT_JSON,
@@ -30,7 +30,6 @@ from pdserve.protocol.shape import is_stream
 
 __all__ = [
     "JSON_HEADER",
-    "LIMIT_FIELDS",
     "NOT_JSON",
     "RESERVED_FIELDS",
     "ROUTED_APIS",
@@ -103,12 +102,13 @@ def facts_of(api: Api, fields: Fields) -> RequestFacts:
     prompt_field = PROMPT_FIELD[api]
     if prompt_field not in fields and (api is not Api.COMPLETIONS or is_absent(fields, "prompt_embeds")):
         raise InvalidRequest(f"the field {prompt_field!r} is missing")
+    alone_reason = shape.alone_reason(api, fields)
     return RequestFacts(
         prompt_bytes=sum(len(memoryview(fields[name])) for name in PROMPT_PARTS[api] if name in fields),
         is_stream=is_stream(fields),
-        alone_reason=shape.alone_reason(api, fields),
+        alone_reason=alone_reason,
         priority=_priority(fields),
-        is_repeatable=shape.is_repeatable(api, fields),
+        is_repeatable=alone_reason not in shape.UNREPEATABLE,
     )
 
 

@@ -38,6 +38,9 @@ _NOT_TRUNCATED = frozenset({b'"disabled"'})
 _FUNCTION_TOOLS = frozenset({"function", "custom", "namespace"})
 """Tools that the client calls. For every other type the engine may call them itself and generate again with the same sampling
 params, handoff included (0.32, responses/serving.py, _generate_with_builtin_tools)."""
+UNREPEATABLE = frozenset({AloneReason.PREVIOUS_RESPONSE, AloneReason.BACKGROUND, AloneReason.BUILTIN_TOOLS})
+"""Requests not to be sent to another engine after one that failed: no other engine knows the response that this one follows, a
+background response goes on in the engine that took it, and built-in tools act on the world."""
 _FIRST_ELEMENT_IS_NESTED = re.compile(rb'\[\s*["\[]')
 
 
@@ -61,17 +64,6 @@ def alone_reason(api: Api, fields: Fields) -> AloneReason | None:
     if reason is not None:
         return reason
     return None if _are_limits_plain(fields) and _is_stream_plain(api, fields) else AloneReason.UNUSUAL_FIELDS
-
-
-def is_repeatable(api: Api, fields: Fields) -> bool:
-    """Whether the request may be sent to another engine after one that failed.
-
-    A background response goes on in the engine that took it, built-in tools act on the world, and no other engine knows the
-    response that this one follows.
-    """
-    return api is not Api.RESPONSES or not (
-        _is_in_background(fields) or not is_absent(fields, "previous_response_id") or _has_builtin_tools(fields)
-    )
 
 
 def is_stream(fields: Fields) -> bool:

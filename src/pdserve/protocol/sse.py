@@ -29,7 +29,7 @@ class EventRelay:
 
     __slots__ = ("_edit", "_mark", "_pending")
 
-    def __init__(self, edit: UsageEdit, *, mark: bytes = PROMPT_TOKENS_MARK) -> None:
+    def __init__(self, edit: UsageEdit, *, mark: bytes) -> None:
         self._edit = edit
         self._mark = mark
         """What every event that is to be edited holds."""
