@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING
 
+import hypothesis
 import pytest
 import uvloop
 
@@ -12,6 +13,10 @@ import deployment
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
+
+# A busy machine may take its time over one example; a test that takes too long as a whole is pytest-timeout's to end.
+hypothesis.settings.register_profile("pdserve", deadline=None)
+hypothesis.settings.load_profile("pdserve")
 
 _ON_BOTH_LOOPS = {"component", "faults"}
 

@@ -262,6 +262,14 @@ def reachable_host(host: str) -> str:
     return _REACHABLE.get(host, host)
 
 
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can reach what listens there."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
 def http_url(host: str, port: int, *, is_tls: bool = False) -> str:
     """The URL of what listens there, as it is reached from this machine."""
     host, scheme = reachable_host(host), "https" if is_tls else "http"

@@ -22,7 +22,7 @@ from pdserve.http.listener import Listener, bind
 from pdserve.protocol.multipart import read_form
 from pdserve.sim.settings import Task
 from pdserve.sim.stand_in import run_stand_in
-from tests.split import MODEL, SETTINGS, TIMEOUTS, Split, split, until_ready
+from split import MODEL, SETTINGS, TIMEOUTS, Split, split, until_ready
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -129,7 +129,7 @@ async def test_models_are_those_of_all_decode_engines_each_once() -> None:
 async def test_models_survive_an_engine_that_is_gone() -> None:
     """One that answers is enough."""
     async with _in_front_of(_engine(model="a"), _engine(model="b")) as deployment:
-        deployment.decodes[0].kill()
+        deployment.decodes[0].die()
         listed = (await deployment.client.get("/v1/models")).json()
         assert [model["id"] for model in listed["data"]] == ["b"]
 
@@ -180,7 +180,7 @@ async def test_a_message_is_counted_and_refused_in_anthropics_form() -> None:
 async def test_no_healthy_engine_is_told_as_such() -> None:
     """503 and when to come again, in place of a connection error."""
     async with split() as deployment:
-        deployment.decode.kill()
+        deployment.decode.die()
         for _ in range(2):
             answer = await deployment.client.post("/tokenize", json={"prompt": "a"})
         assert answer.status_code in {502, 503}

@@ -60,13 +60,13 @@ def test_the_last_decode_engine_is_tried_again_but_not_with_the_same_partner() -
 def test_the_first_leg_costs_nothing_and_the_bound_holds() -> None:
     """Three attempts: the first and two more."""
     attempts = _attempts(max_attempts=3)
-    assert attempts.may_prefill
+    assert attempts.may_prefill()
     attempts.prefill_failed(P0)
-    assert attempts.may_prefill
+    assert attempts.may_prefill()
     attempts.handoff_expired()
-    assert attempts.may_prefill
+    assert attempts.may_prefill()
     attempts.handoff_expired()
-    assert not attempts.may_prefill
+    assert not attempts.may_prefill()
 
 
 def test_one_attempt_means_no_retry() -> None:

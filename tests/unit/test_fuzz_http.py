@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from pdserve.http.server import Headers, Request, Response
 
 _MAX_BODY = 4096
+_CHUNKED = b"POST / HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n"
 _FUZZED = settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
@@ -153,15 +154,66 @@ def _cut(data: bytes, cuts: list[int]) -> list[bytes]:
 
 
 _TOKENS = st.sampled_from(
-    [b"\r\n", b"\r\n\r\n", b"\n", b"\r", b" ", b"\t", b":", b";", b",", b"\0", b"\x7f", b"\xff", b"0", b"1", b"5", b"a"]
-    + [b"0\r\n\r\n", b"1\r\nx\r\n", b"5;a=b\r\n", b"hello", b"-1", b"+1", b"0x5", b"ffffffffffffffff", b"1 1", b"5, 5"]
-    + [b"GET / HTTP/1.1\r\n", b"POST /a?b HTTP/1.1\r\n", b"POST / HTTP/1.0\r\n", b"GET / HTTP/2.0\r\n", b"GET /\r\n"]
-    + [b"GET http://x/y HTTP/1.1\r\n", b"OPTIONS * HTTP/1.1\r\n", b"CONNECT x:1 HTTP/1.1\r\n", b"HEAD / HTTP/1.1\r\n"]
-    + [b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", b"Host: x\r\n", b"host: y\r\n", b"Host : x\r\n", b"host:\r\n"]
-    + [b"Content-Length: 5\r\n", b"content-length: 0\r\n", b"Content-Length:", b"content-length: 1\r\n", b"chunked"]
-    + [b"Transfer-Encoding: chunked\r\n", b"transfer-encoding: gzip, chunked\r\n", b"Transfer-Encoding:", b"identity"]
-    + [b"Connection: close\r\n", b"connection: keep-alive\r\n", b"Connection: upgrade\r\nUpgrade: h2c\r\n", b" folded\r\n"]
-    + [b"Expect: 100-continue\r\n", b"expect: x\r\n", b"a: b\r\n", b"HTTP/1.1 200 OK\r\n", b"HTTP/1.1 100 Continue\r\n\r\n"]
+    [
+        b"\r\n",
+        b"\r\n\r\n",
+        b"\n",
+        b"\r",
+        b" ",
+        b"\t",
+        b":",
+        b";",
+        b",",
+        b"\x00",
+        b"\x7f",
+        b"\xff",
+        b"0",
+        b"1",
+        b"5",
+        b"a",
+        b"0\r\n\r\n",
+        b"1\r\nx\r\n",
+        b"5;a=b\r\n",
+        b"hello",
+        b"-1",
+        b"+1",
+        b"0x5",
+        b"ffffffffffffffff",
+        b"1 1",
+        b"5, 5",
+        b"GET / HTTP/1.1\r\n",
+        b"POST /a?b HTTP/1.1\r\n",
+        b"POST / HTTP/1.0\r\n",
+        b"GET / HTTP/2.0\r\n",
+        b"GET /\r\n",
+        b"GET http://x/y HTTP/1.1\r\n",
+        b"OPTIONS * HTTP/1.1\r\n",
+        b"CONNECT x:1 HTTP/1.1\r\n",
+        b"HEAD / HTTP/1.1\r\n",
+        b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
+        b"Host: x\r\n",
+        b"host: y\r\n",
+        b"Host : x\r\n",
+        b"host:\r\n",
+        b"Content-Length: 5\r\n",
+        b"content-length: 0\r\n",
+        b"Content-Length:",
+        b"content-length: 1\r\n",
+        b"chunked",
+        b"Transfer-Encoding: chunked\r\n",
+        b"transfer-encoding: gzip, chunked\r\n",
+        b"Transfer-Encoding:",
+        b"identity",
+        b"Connection: close\r\n",
+        b"connection: keep-alive\r\n",
+        b"Connection: upgrade\r\nUpgrade: h2c\r\n",
+        b" folded\r\n",
+        b"Expect: 100-continue\r\n",
+        b"expect: x\r\n",
+        b"a: b\r\n",
+        b"HTTP/1.1 200 OK\r\n",
+        b"HTTP/1.1 100 Continue\r\n\r\n",
+    ]
 )
 _SOUP = st.lists(st.one_of(_TOKENS, st.binary(max_size=6)), max_size=25).map(b"".join)
 
@@ -173,7 +225,9 @@ def _nearly_requests(draw: st.DrawFn) -> bytes:
     for _ in range(draw(st.integers(1, 3))):
         body = draw(st.binary(max_size=40))
         head = draw(st.sampled_from([b"POST /a HTTP/1.1\r\nhost: x\r\n", b"POST /a?q HTTP/1.1\r\nhost: x\r\na: b\r\n"]))
-        head += draw(st.sampled_from([b"", b"", b"connection: close\r\n", b"expect: 100-continue\r\n", b"te: trailers\r\n"]))
+        head += draw(
+            st.sampled_from([b"", b"", b"connection: close\r\n", b"expect: 100-continue\r\n", b"te: trailers\r\n"])
+        )
         if draw(st.booleans()):
             cuts = _cut(body, draw(st.lists(st.integers(0, 40), max_size=4)))
             extension = draw(st.sampled_from([b"", b";a=b", b' ;a="b"', b";"]))
@@ -238,9 +292,6 @@ def test_nothing_without_an_end_is_kept(endless: Callable[[int], bytes]) -> None
         requests, written = _serve([data[start : start + size] for start in range(0, len(data), size)])
         assert requests == []
         assert _read_answers(written) in ([431], [400])
-
-
-_CHUNKED = b"POST / HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n"
 
 
 class _Sink:
@@ -314,8 +365,12 @@ def _answer_by_h11(data: bytes) -> tuple[int, bytes] | None:
 @st.composite
 def _nearly_answers(draw: st.DrawFn) -> bytes:
     body = draw(st.binary(max_size=40))
-    data = draw(st.sampled_from([b"", b"", b"HTTP/1.1 100 Continue\r\n\r\n", b"HTTP/1.1 103 Early Hints\r\na: b\r\n\r\n"]))
-    data += draw(st.sampled_from([b"HTTP/1.1 200 OK\r\n", b"HTTP/1.0 200 OK\r\n", b"HTTP/1.1 404 \r\n", b"HTTP/1.1 204 No\r\n"]))
+    data = draw(
+        st.sampled_from([b"", b"", b"HTTP/1.1 100 Continue\r\n\r\n", b"HTTP/1.1 103 Early Hints\r\na: b\r\n\r\n"])
+    )
+    data += draw(
+        st.sampled_from([b"HTTP/1.1 200 OK\r\n", b"HTTP/1.0 200 OK\r\n", b"HTTP/1.1 404 \r\n", b"HTTP/1.1 204 No\r\n"])
+    )
     data += draw(st.sampled_from([b"", b"a: b\r\n", b"connection: close\r\n"]))
     framing = draw(st.integers(0, 2))
     if framing == 0:
@@ -372,7 +427,9 @@ def test_an_answer_that_can_be_read_in_two_ways_is_none(answer: bytes, message: 
     assert not is_kept
 
 
-@pytest.mark.parametrize("excess", [b"x", b"HTTP/1.1 200 OK\r\n", b"\0", b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\n\r\n"])
+@pytest.mark.parametrize(
+    "excess", [b"x", b"HTTP/1.1 200 OK\r\n", b"\0", b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\n\r\n"]
+)
 @pytest.mark.parametrize("apart", [False, True])
 def test_bytes_after_an_answer_end_the_connection_and_not_the_answer(excess: bytes, *, apart: bool) -> None:
     """They would become the next request's answer."""

@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pdserve.protocol import nixl, openai
+from pdserve.protocol.api import LIMIT_FIELDS
 from pdserve.protocol.nixl import Handoff, UnusableHandoff
 from pdserve.protocol.openai import Api
 
@@ -73,7 +74,7 @@ def test_the_prefill_leg_sets_max_tokens_where_the_client_set_none() -> None:
 def test_each_api_is_limited_in_its_own_word(api: Api, limit: str) -> None:
     """A limit in another API's word is not read, and P would decode the whole answer."""
     leg = _leg(api)
-    assert {name for name in leg if name in openai.LIMIT_FIELDS} == {limit}
+    assert {name for name in leg if name in LIMIT_FIELDS} == {limit}
     assert leg[limit] == 1
 
 
@@ -107,7 +108,12 @@ def test_the_prefill_leg_asks_for_kv_to_be_kept() -> None:
 
 def test_everything_else_is_the_same_on_both_legs() -> None:
     """What shapes the prompt must be equal on both sides, or the KV does not fit it; unknown fields survive."""
-    more = {"tools": [{"a": 1}], "chat_template_kwargs": {"x": True}, "response_format": {"type": "json"}, "new": 2**70}
+    more: dict[str, Any] = {
+        "tools": [{"a": 1}],
+        "chat_template_kwargs": {"x": True},
+        "response_format": {"type": "json"},
+        "new": 2**70,
+    }
     leg = _leg(**more)
     assert {name: leg[name] for name in more} == more
 

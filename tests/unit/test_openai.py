@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from pdserve.core import AloneReason, RequestFacts
 from pdserve.errors import InvalidRequest, Reason
 from pdserve.protocol import nixl, openai
+from pdserve.protocol.api import LIMIT_FIELDS
 from pdserve.protocol.openai import Api
 
 _JSON = st.recursive(
@@ -138,7 +139,7 @@ def test_what_shapes_the_prompt_is_the_same_on_both_legs(api: Api, more: dict[st
     text = json.dumps(body, indent=_indent(big)).encode()
     fields = openai.split_request(text)
     prefill = nixl.prefill_fields(api, fields)
-    changed = {"stream", "min_tokens", "store", "kv_transfer_params", *openai.LIMIT_FIELDS}
+    changed = {"stream", "min_tokens", "store", "kv_transfer_params", *LIMIT_FIELDS}
     for name, value in fields.items():
         assert bytes(value) in text
         if name not in changed:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -129,7 +130,7 @@ def test_text_is_neither_preamble_nor_error(api: Api, text: str, is_first: bool)
     """Whatever the model says, its event is a piece of the answer."""
     text = f'data: {{"error": {text}\n\nevent: error\ndata: "role"' if is_first else text
     delta = {"role": "assistant", "content": text or "x"}
-    bodies = {
+    bodies: dict[Api, dict[str, Any]] = {
         Api.COMPLETIONS: {"choices": [{"text": text}]},
         Api.CHAT_COMPLETIONS: {"choices": [{"delta": delta, "finish_reason": None}]},
         Api.RESPONSES: {"type": "response.output_text.delta", "delta": text},

@@ -44,7 +44,7 @@ def test_any_chunking_gives_the_same_bytes(case: tuple[list[bytes], list[bytes]]
         seen.append(event)
         return b"<" + event + b">"
 
-    relay = EventRelay(edit)
+    relay = EventRelay(edit, mark=sse.PROMPT_TOKENS_MARK)
     out = b"".join(relay.feed(chunk) for chunk in chunks) + relay.flush()
     with_usage = [event for event in events if b'"usage":{' in event]
     assert seen == with_usage
@@ -55,7 +55,7 @@ def test_any_chunking_gives_the_same_bytes(case: tuple[list[bytes], list[bytes]]
 def test_only_whole_events_go_out(case: tuple[list[bytes], list[bytes]]) -> None:
     """After every piece, what went out ends at the end of an event."""
     _, chunks = case
-    relay = EventRelay(lambda event: event)
+    relay = EventRelay(lambda event: event, mark=sse.PROMPT_TOKENS_MARK)
     for chunk in chunks:
         out = relay.feed(chunk)
         assert not out or out.endswith((b"\n\n", b"\r\n\r\n"))
@@ -63,7 +63,7 @@ def test_only_whole_events_go_out(case: tuple[list[bytes], list[bytes]]) -> None
 
 def test_an_endless_event_is_not_held() -> None:
     """An unfinished event above the limit goes out in pieces instead of growing in memory."""
-    relay = EventRelay(lambda event: event)
+    relay = EventRelay(lambda event: event, mark=sse.PROMPT_TOKENS_MARK)
     piece = b"x" * (sse.MAX_EVENT_BYTES // 2)
     out = [relay.feed(piece) for _ in range(3)]
     assert b"".join(out) == piece * 3
@@ -72,7 +72,7 @@ def test_an_endless_event_is_not_held() -> None:
 
 def test_a_stream_cut_short_keeps_its_rest() -> None:
     """What follows the last whole event is given by flush, once."""
-    relay = EventRelay(lambda event: event)
+    relay = EventRelay(lambda event: event, mark=sse.PROMPT_TOKENS_MARK)
     assert relay.feed(b"data: a\n\ndata: b") == b"data: a\n\n"
     assert relay.flush() == b"data: b"
     assert relay.flush() == b""
@@ -94,7 +94,12 @@ def test_the_mark_is_the_apis(case: tuple[list[bytes], list[bytes]]) -> None:
     """Each API has its own word for usage; an event without it is not looked into."""
     events, chunks = case
     seen: list[bytes] = []
-    relay = EventRelay(lambda event: seen.append(event) or event, mark=b": comment")
+
+    def look(event: bytes) -> bytes:
+        seen.append(event)
+        return event
+
+    relay = EventRelay(look, mark=b": comment")
     out = b"".join(relay.feed(chunk) for chunk in chunks) + relay.flush()
     assert seen == [event for event in events if b": comment" in event]
     assert out == b"".join(events)

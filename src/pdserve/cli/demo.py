@@ -7,10 +7,12 @@ from typing import TYPE_CHECKING
 
 import click
 
-from pdserve.cli.options import config_option, read_config
+from pdserve.cli.options import config_option, environment, read_config
 from pdserve.cli.picture import draw_evidence, draw_handoff, draw_request, draw_verdict
 from pdserve.cli.style import make_console
 from pdserve.cli.verify import check_report
+from pdserve.engine.credentials import read_engine_access
+from pdserve.gateway.auth import own_access
 from pdserve.verify.check import DEFAULT_PROMPT, Verifier
 
 if TYPE_CHECKING:
@@ -78,10 +80,16 @@ async def _until_shown(deployment: Deployment, console: Console, stop: StopSigna
 async def _show(deployment: Deployment, console: Console) -> None:
     from pdserve.cli.up import curl_command  # noqa: PLC0415
 
-    verifier = await Verifier.of_pdserve(deployment.plan.gateway_url, deployment.plan.admin_url)
+    plan = deployment.plan
+    verifier = await Verifier.of_pdserve(
+        plan.gateway_url,
+        plan.admin_url,
+        access=own_access(plan.config.gateway, environment()),
+        engine_access=read_engine_access(plan.config.engines, environment()),
+    )
     try:
         console.print("\n[bold]2[/bold]  An ordinary OpenAI request, as a client sends it:")
-        example = curl_command(deployment.plan, prompt=DEFAULT_PROMPT, max_tokens=_NUM_TOKENS, stream=True)
+        example = curl_command(plan, prompt=DEFAULT_PROMPT, max_tokens=_NUM_TOKENS, stream=True)
         console.print(example, markup=False, soft_wrap=True, style="dim")
         report = await verifier.verify(DEFAULT_PROMPT, max_tokens=_NUM_TOKENS)
     finally:

@@ -17,6 +17,8 @@ from rich.text import Text
 
 from pdserve.cli.options import environment, name_option
 from pdserve.cli.style import engine_table, make_console, styled_state
+from pdserve.config import EnginesConfig
+from pdserve.engine.credentials import read_engine_access
 from pdserve.errors import ConfigError, EngineError, LaunchError
 from pdserve.launch.overview import ProcessInfo, engine_rows
 from pdserve.launch.paths import state_dir
@@ -63,6 +65,7 @@ async def _show_status(found: DeploymentState) -> None:
     from pdserve.engine.admin_client import AdminClient  # noqa: PLC0415
 
     console = make_console()
+    access = read_engine_access(EnginesConfig(api_key_file=found.engine_api_key_file), environment())
     admin = AdminClient(found.admin_url)
     gateway: GatewayStatus | None = None
     with contextlib.suppress(EngineError):
@@ -71,7 +74,7 @@ async def _show_status(found: DeploymentState) -> None:
     console.print(
         f"[bold]{found.name}[/bold]: {found.served_model_name} at {found.gateway_url}, pid {found.supervisor_pid}"
     )
-    console.print(engine_table(await engine_rows(_processes(found), gateway)))
+    console.print(engine_table(await engine_rows(_processes(found), gateway, access=access)))
     if gateway is None:
         console.print("the gateway does not answer yet", style="yellow")
         return

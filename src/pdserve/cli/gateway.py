@@ -4,20 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import signal
 from typing import TYPE_CHECKING
 
 import click
 
-from pdserve.cli.options import config_option, read_config
-from pdserve.config import check_url
+from pdserve.cli.options import config_option, environment, read_config, security_flags, security_options
+from pdserve.config import check_url, is_loopback
 from pdserve.core import EngineAddress, EngineName, Role
 from pdserve.errors import ConfigError
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from pathlib import Path
 
     from pdserve.config import Config
+    from pdserve.gateway.auth import Credentials
     from pdserve.gateway.service import Gateway
+
+_logger = logging.getLogger("pdserve.gateway")
 
 
 @click.command()
@@ -26,6 +31,7 @@ if TYPE_CHECKING:
 @click.option("--host", help="Address to listen on [default: 127.0.0.1].")
 @click.option("--port", type=click.IntRange(0, 65535), help="Port to listen on; 0 chooses one [default: 8192].")
 @click.option("--admin-port", type=click.IntRange(0, 65535), help="Port of the admin listener [default: the next one].")
+@security_options
 @config_option
 def gateway(
     prefill_urls: tuple[str, ...],
@@ -33,11 +39,16 @@ def gateway(
     host: str | None,
     port: int | None,
     admin_port: int | None,
+    api_keys_file: str | None,
+    tls_cert: str | None,
+    tls_key: str | None,
     config_path: Path | None,
 ) -> None:
     """Route OpenAI requests through prefill and decode engines that are already running.
 
     Each engine is a vLLM server with a NixlConnector; the first handoff of every pair is proven before it takes traffic.
+    PDSERVE_API_KEYS=name:key,... names clients' keys too, PDSERVE_ENGINE_API_KEY the engines' own. SIGHUP reads the key file
+    and the certificate again.
     """
     config = read_config(
         config_path,
@@ -47,6 +58,7 @@ def gateway(
             "gateway.admin_port": admin_port,
             "prefill.urls": list(prefill_urls) or None,
             "decode.urls": list(decode_urls) or None,
+            **security_flags(api_keys_file, tls_cert, tls_key),
         },
     )
     run_gateway(config, addresses_of(config))
@@ -72,18 +84,34 @@ def run_gateway(config: Config, addresses: list[EngineAddress]) -> None:
     """Serve until a signal. Raises ConfigError when an address cannot be had."""
     import uvloop  # noqa: PLC0415
 
+    from pdserve.gateway.auth import read_credentials  # noqa: PLC0415
+
+    credentials = read_credentials(config, environment())
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     logging.getLogger("uvicorn").setLevel(logging.WARNING)
-    uvloop.run(_serve(config, addresses))
+    for warning in open_doors(config, needs_key=credentials.clients.are_needed):
+        _logger.warning(warning)
+    uvloop.run(_serve(config, addresses, credentials))
 
 
-async def _serve(config: Config, addresses: list[EngineAddress]) -> None:
+def open_doors(config: Config, *, needs_key: bool) -> Iterator[str]:
+    """What others than this machine's users may do for want of a key, in sentences."""
+    gateway = config.gateway
+    if not needs_key and not is_loopback(gateway.host):
+        yield f"whoever reaches {gateway.host}:{gateway.port} may ask; gateway.api_keys_file lets clients in by their keys"
+    if not is_loopback(gateway.admin_host):
+        yield f"the admin listener on {gateway.admin_host} asks for no key; keep it on loopback or behind a firewall"
+
+
+async def _serve(config: Config, addresses: list[EngineAddress], credentials: Credentials) -> None:
     from pdserve.gateway.service import bind_gateway, running_gateway  # noqa: PLC0415
     from pdserve.http.listener import stopped_by_signal  # noqa: PLC0415
 
     sockets = bind_gateway(config)
-    async with stopped_by_signal() as stop, running_gateway(config, addresses, sockets) as running:
+    serving = running_gateway(config, addresses, sockets, credentials=credentials)
+    async with stopped_by_signal() as stop, serving as running:
         stop.on_second(running.client.force_stop)
+        asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, _renew, config, credentials, running)
         for address in addresses:
             click.echo(f"{address}")
         click.echo(f"gateway on {running.client.url}, admin on {running.admin.url}")
@@ -93,6 +121,20 @@ async def _serve(config: Config, addresses: list[EngineAddress]) -> None:
         narrating.cancel()
         if not stopping.done():
             await running.watching
+
+
+def _renew(config: Config, credentials: Credentials, running: Gateway) -> None:
+    """Keys and certificate are replaced in their files, and a signal tells of it."""
+    credentials.clients.reload()
+    cert, key = config.gateway.tls_cert, config.gateway.tls_key
+    if cert is None or key is None:
+        return
+    try:
+        running.client.renew_certificate(cert, key)
+    except ConfigError as exc:
+        _logger.error("the certificate stays as it is: %s", exc)  # noqa: TRY400 - the message says it all
+    else:
+        _logger.info("certificate read again")
 
 
 async def _narrate(gateway: Gateway) -> None:

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 _Function = TypeVar("_Function", bound="Callable[..., Any]")
 
 CONFIG_NAME = "pdserve.toml"
+_READABLE = click.Path(exists=True, dir_okay=False)
 
 
 def config_option(function: _Function) -> _Function:
@@ -28,6 +29,22 @@ def config_option(function: _Function) -> _Function:
         envvar="PDSERVE_CONFIG",
         help=f"TOML file [env: PDSERVE_CONFIG; default: {CONFIG_NAME}, if there is one].",
     )(function)
+
+
+def security_options(function: _Function) -> _Function:
+    """`--api-keys-file`, `--tls-cert` and `--tls-key`: who may ask the gateway, and how."""
+    for option in (
+        click.option("--tls-key", type=_READABLE, help="Its key, PEM."),
+        click.option("--tls-cert", type=_READABLE, help="Certificate chain, PEM: clients then connect by HTTPS."),
+        click.option("--api-keys-file", type=_READABLE, help="Lines of name:key; clients then need a key."),
+    ):
+        function = option(function)
+    return function
+
+
+def security_flags(api_keys_file: str | None, tls_cert: str | None, tls_key: str | None) -> dict[str, object]:
+    """The same as dotted keys, for `read_config`."""
+    return {"gateway.api_keys_file": api_keys_file, "gateway.tls_cert": tls_cert, "gateway.tls_key": tls_key}
 
 
 def name_option(function: _Function) -> _Function:

@@ -11,6 +11,8 @@ from rich.live import Live
 
 from pdserve.cli.options import environment
 from pdserve.cli.style import engine_table, progress_bar
+from pdserve.gateway.auth import read_credentials
+from pdserve.http.listener import server_tls
 from pdserve.launch.deployment import Deployment, check, plan
 from pdserve.launch.model import ResolvedModel, resolve_model
 from pdserve.launch.paths import state_dir
@@ -35,6 +37,9 @@ class Stopped(Exception):
 
 def check_deployment(config: Config) -> Checked:
     """Everything that can be found before anything starts. Raises ConfigError."""
+    read_credentials(config, environment())
+    if config.gateway.tls_cert is not None and config.gateway.tls_key is not None:
+        server_tls(config.gateway.tls_cert, config.gateway.tls_key)
     with claim(state_dir(environment()), config.name):
         return check(config, environment())
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -13,8 +14,9 @@ from typing import TYPE_CHECKING
 import click
 from rich.text import Text
 
-from pdserve.cli.options import config_option, environment, read_config
+from pdserve.cli.options import config_option, environment, read_config, security_flags, security_options
 from pdserve.cli.style import make_console
+from pdserve.engine.credentials import CLIENT_KEY_VARIABLE, CLIENT_KEYS_VARIABLE
 from pdserve.errors import LaunchError
 
 if TYPE_CHECKING:
@@ -44,6 +46,7 @@ _READY = b"ready"
     help="The gateway's port; 0 chooses one [env: PDSERVE_PORT; default: 8192].",
 )
 @click.option("--name", help="What to call this deployment, where there are several [default: default].")
+@security_options
 @config_option
 @click.option("--detach", is_flag=True, help="Return once it is ready and leave it running.")
 @click.option("--dry-run", is_flag=True, help="Print the exact command lines and environment; start nothing.")
@@ -55,6 +58,9 @@ def up(
     host: str | None,
     port: int | None,
     name: str | None,
+    api_keys_file: str | None,
+    tls_cert: str | None,
+    tls_key: str | None,
     config_path: Path | None,
     *,
     detach: bool,
@@ -74,6 +80,7 @@ def up(
         "gateway.host": host,
         "gateway.port": port,
         "name": name,
+        **security_flags(api_keys_file, tls_cert, tls_key),
     }
     console = make_console()
     checked = check_deployment(read_config(config_path, flags))
@@ -121,7 +128,12 @@ def announce(deployment: Deployment, console: Console) -> None:
 def curl_command(plan: DeploymentPlan, **fields: object) -> str:
     """A completion with these fields, ready to paste."""
     body = json.dumps({"model": plan.served_name, **fields, "temperature": 0})
-    return f"curl {plan.gateway_url}/v1/completions -H 'Content-Type: application/json' -d '{body}'"
+    gateway = plan.config.gateway
+    trust = f" --cacert {shlex.quote(gateway.tls_ca)}" if gateway.tls_ca is not None else ""
+    needs_key = gateway.api_keys_file is not None or environment().get(CLIENT_KEYS_VARIABLE)
+    key = f' -H "Authorization: Bearer ${CLIENT_KEY_VARIABLE}"' if needs_key else ""
+    headers = f"-H 'Content-Type: application/json'{key}"
+    return f"curl{trust} {plan.gateway_url}/v1/completions {headers} -d '{body}'"
 
 
 def _say_proof(status: GatewayStatus, console: Console) -> None:

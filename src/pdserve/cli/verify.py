@@ -13,9 +13,11 @@ import msgspec
 from pdserve.cli.options import environment
 from pdserve.cli.picture import draw_evidence, draw_handoff, draw_request, draw_verdict
 from pdserve.cli.style import make_console
-from pdserve.config import check_url
+from pdserve.config import EnginesConfig, GatewayConfig, check_url
 from pdserve.core import EngineAddress, EngineName, Role
+from pdserve.engine.credentials import read_engine_access
 from pdserve.errors import ConfigError, VerifyFailed
+from pdserve.gateway.auth import own_access
 from pdserve.verify.check import DEFAULT_PROMPT, Verifier
 from pdserve.verify.compare import Agreement
 from pdserve.verify.logs import telling_lines
@@ -23,6 +25,7 @@ from pdserve.verify.logs import telling_lines
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from pdserve.engine.credentials import EngineAccess
     from pdserve.launch.state import DeploymentState
     from pdserve.verify.check import Report
 
@@ -41,6 +44,7 @@ _LOG_WAIT_S = 11.0
     "--prompt", default=DEFAULT_PROMPT, help="What to ask; a new cache salt each time keeps prefix caches out."
 )
 @click.option("--max-tokens", type=click.IntRange(1), default=16, show_default=True)
+@click.option("--ca", "tls_ca", type=click.Path(exists=True, dir_okay=False), help="CA of an https gateway, PEM.")
 @click.option("--json", "as_json", is_flag=True, help="Print the report as JSON.")
 def verify(
     url: str | None,
@@ -49,6 +53,7 @@ def verify(
     decode_urls: tuple[str, ...],
     prompt: str,
     max_tokens: int,
+    tls_ca: str | None,
     *,
     as_json: bool,
 ) -> None:
@@ -57,6 +62,7 @@ def verify(
     HTTP 200 proves nothing: an engine that got no KV answers the same. What counts is D's usage for this request, both
     engines' counters, and that D alone gives the same answer. In front of another gateway than pdserve's, name its
     engines; do it on a quiet system, since counters are all there is then.
+    PDSERVE_API_KEY is the key for the gateway, PDSERVE_ENGINE_API_KEY the engines' own, where they want one.
     """
     console = make_console()
     deployment = _local_deployment(url)
@@ -66,7 +72,15 @@ def verify(
             raise ConfigError("nothing runs on this machine; give --url")
         url, admin_url = deployment.gateway_url, admin_url or deployment.admin_url
     engines = _named_engines(prefill_urls, decode_urls)
-    report = asyncio.run(_verify(url, admin_url or next_port(url), engines, prompt, max_tokens))
+    keys_file, engine_key_file = None, None
+    if deployment is not None:
+        keys_file, engine_key_file = deployment.api_keys_file, deployment.engine_api_key_file
+        tls_ca = tls_ca or deployment.tls_ca
+    access = own_access(GatewayConfig(api_keys_file=keys_file, tls_ca=tls_ca), environment())
+    engine_access = read_engine_access(EnginesConfig(api_key_file=engine_key_file), environment())
+    admin_url = admin_url or next_port(url)
+    asking = _verify(url, admin_url, engines, prompt, max_tokens, access=access, engine_access=engine_access)
+    report = asyncio.run(asking)
     if as_json:
         click.echo(msgspec.json.format(msgspec.json.encode(report)).decode())
     else:
@@ -78,7 +92,7 @@ def verify(
 
 def next_port(url: str) -> str:
     """Where pdserve puts the admin listener unless it is told otherwise. Raises ConfigError for a URL without a port."""
-    head, _, port = url.rpartition(":")
+    head, _, port = url.replace("https://", "http://", 1).rpartition(":")  # The admin listener speaks no TLS.
     if not port.isdecimal():
         raise ConfigError(
             f"{url} names no port, so the admin listener's cannot be guessed; give --admin, or name the engines"
@@ -152,8 +166,20 @@ def _named_engines(prefill_urls: tuple[str, ...], decode_urls: tuple[str, ...]) 
     ]
 
 
-async def _verify(url: str, admin_url: str, engines: list[EngineAddress], prompt: str, max_tokens: int) -> Report:
-    verifier = Verifier(url, engines, None) if engines else await Verifier.of_pdserve(url, admin_url)
+async def _verify(
+    url: str,
+    admin_url: str,
+    engines: list[EngineAddress],
+    prompt: str,
+    max_tokens: int,
+    *,
+    access: EngineAccess,
+    engine_access: EngineAccess,
+) -> Report:
+    if engines:
+        verifier = Verifier(url, engines, None, access=access, engine_access=engine_access)
+    else:
+        verifier = await Verifier.of_pdserve(url, admin_url, access=access, engine_access=engine_access)
     try:
         return await verifier.verify(prompt, max_tokens=max_tokens)
     finally:

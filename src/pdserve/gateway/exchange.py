@@ -28,6 +28,7 @@ from pdserve.gateway.attempts import Attempts
 from pdserve.gateway.relay import Relay
 from pdserve.protocol import nixl, openai
 from pdserve.protocol.admin import HandoffRecord, Phases, RequestRecord
+from pdserve.protocol.api import ANSWER_MARK
 from pdserve.protocol.handoff import Event, RequestLife, State
 from pdserve.protocol.usage import UsageWatch, judge
 from pdserve.telemetry.metrics import ALONE, HANDOFFS_REFUSED, RETRIES
@@ -340,7 +341,7 @@ class Exchange:
     def _checked(self, client: EngineClient, watch: UsageWatch, answer: Answer) -> bytes:
         """A whole answer for the client. Raises EngineError for one that is none, or stands on a wrong context."""
         body = watch.edit_answer(answer.body)
-        error = self._wrong_context(client, watch) or _not_an_answer(client, body)
+        error = self._wrong_context(client, watch) or _not_an_answer(client, self._call.api, body)
         if error is None:
             return body
         self._decode_failed(client, error)
@@ -378,8 +379,8 @@ class Exchange:
 
         A responses stream whose KV did not come just breaks off (vLLM 0.32, responses/serving.py): that engine is there.
         """
-        is_told_so = self._call.api is openai.Api.RESPONSES and error.reason is Reason.ENGINE_BROKE_OFF
-        return isinstance(error, EngineUnreachable) and not is_told_so
+        is_stream = self._call.api is openai.Api.RESPONSES and self._call.facts.is_stream
+        return isinstance(error, EngineUnreachable) and not (is_stream and error.reason is Reason.ENGINE_BROKE_OFF)
 
     def _failure_event(self, error: RequestError) -> Event:
         if self._life.state is State.DECODING:
@@ -545,14 +546,12 @@ def _is_clients_fault(status: int) -> bool:
     return 400 <= status < 500 and status not in _BUSY_STATUSES  # noqa: PLR2004
 
 
-def _not_an_answer(client: EngineClient, body: bytes) -> EngineError | None:
-    """All four APIs answer a JSON object; a 200 with something else is an engine, or something before it, talking nonsense."""
-    if body[:1] == b"{" and body.rstrip()[-1:] == b"}":
+def _not_an_answer(client: EngineClient, api: openai.Api, body: bytes) -> EngineError | None:
+    """A 200 with something else is an engine, or something before it, talking nonsense."""
+    if body[:1] == b"{" and body.rstrip()[-1:] == b"}" and ANSWER_MARK[api] in body:
         return None
     shown = body[:100].decode(errors="replace")
-    return EngineProtocolError(
-        f"answered 200 with something that is no JSON object: {shown!r}", engine=str(client.address)
-    )
+    return EngineProtocolError(f"answered 200 with something that is no answer: {shown!r}", engine=str(client.address))
 
 
 def _engine_status(client: EngineClient, answer: Answer) -> EngineError:

@@ -12,7 +12,7 @@ from pdserve.engine.transport import MAX_WHOLE_ANSWER_BYTES, Answer, content_typ
 from pdserve.errors import ClientStalled, DeadlinePassed, EngineError, EngineProtocolError, EngineStatus, Reason
 from pdserve.protocol.openai import error_status
 from pdserve.protocol.preamble import ends_stream, error_marks, is_preamble, stream_error
-from pdserve.protocol.sse import EventRelay, split_events
+from pdserve.protocol.sse import EventRelay, is_sound, look_sound, split_events
 
 if TYPE_CHECKING:
     import asyncio
@@ -111,6 +111,8 @@ class Relay:
             self._collect(data)
             return
         events = self._events.feed(data)
+        if not look_sound(events):
+            events = self._until_garbage(events)
         if not events:
             return
         if self.first_byte_at_s is None:
@@ -146,7 +148,9 @@ class Relay:
     def on_failure(self, error: ConnectionFailed | ProtocolViolated) -> None:
         self._connection = None
         if self._is_streaming and ends_stream(self._api, self._tail) and not self.outcome.done():
-            self.outcome.set_result(None)  # The client has all of it: an error after the end mark would be read by nobody.
+            self.outcome.set_result(
+                None
+            )  # The client has all of it: an error after the end mark would be read by nobody.
         else:
             self._fail(self._engine.error_of(error))
 
@@ -226,6 +230,21 @@ class Relay:
                 engine = str(self._engine.address)
                 status, kind = error_status(body), b"application/json"
                 self._cut(EngineStatus(engine=engine, status=status, content_type=kind, body=body))
+                return b""
+            before += event
+        return events
+
+    def _until_garbage(self, events: bytes) -> bytes:
+        """All of it, unless there is something that is no event: no client could read on from there."""
+        before = b""
+        for event in split_events(events):
+            if not is_sound(event):
+                if before and self._is_streaming:
+                    self._reply.write(before)
+                shown = event[:100].decode(errors="replace")
+                self._cut(
+                    EngineProtocolError(f"sent an event that is none: {shown!r}", engine=str(self._engine.address))
+                )
                 return b""
             before += event
         return events

@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import sys
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -17,6 +18,12 @@ import msgspec
 from pdserve.config import http_url
 from pdserve.core import EngineAddress, EngineName, Role
 from pdserve.engine.admin_client import AdminClient
+from pdserve.engine.credentials import (
+    CLIENT_KEY_VARIABLE,
+    CLIENT_KEYS_VARIABLE,
+    ENGINE_KEY_VARIABLE,
+    read_engine_access,
+)
 from pdserve.errors import ConfigError, EngineError, EngineNotReady, LaunchError
 from pdserve.launch import state as states
 from pdserve.launch.hardware import probe_hardware
@@ -45,11 +52,11 @@ from pdserve.launch.supervisor import EngineState, Supervisor
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
-    from pathlib import Path
     from types import TracebackType
     from typing import Self
 
     from pdserve.config import Config
+    from pdserve.engine.credentials import Secret
     from pdserve.launch.hardware import Hardware
     from pdserve.launch.install import EngineInstall
     from pdserve.launch.model import ResolvedModel
@@ -93,7 +100,8 @@ class DeploymentPlan:
     @property
     def gateway_url(self) -> str:
         """Where clients connect."""
-        return http_url(self.config.gateway.host, self.config.gateway.port)
+        gateway = self.config.gateway
+        return http_url(gateway.host, gateway.port, is_tls=gateway.is_tls)
 
     @property
     def admin_url(self) -> str:
@@ -156,7 +164,8 @@ class Deployment:
         self.plan = plan
         self.log_dir = log_dir
         self._folder = folder
-        self._engines = Supervisor(plan.engines, log_dir=log_dir, environ=environ)
+        self._access = read_engine_access(config.engines, environ)
+        self._engines = Supervisor(plan.engines, log_dir=log_dir, environ=engine_environ(environ, self._access.key))
         self._gateway = Supervisor(
             [plan.gateway_command(folder / CONFIG_FILE)],
             log_dir=log_dir,
@@ -245,19 +254,23 @@ class Deployment:
             )
             for status in self._engines.statuses()
         ]
-        return await engine_rows(processes, self.gateway_status)
+        return await engine_rows(processes, self.gateway_status, access=self._access)
 
     def record_state(self, *, is_ready: bool) -> None:
         """Tell other pdserve commands of this deployment."""
+        config = self.plan.config
         record = states.DeploymentState(
-            name=self.plan.config.name,
-            model=self.plan.config.model,
+            name=config.name,
+            model=config.model,
             served_model_name=self.plan.served_name,
             gateway_url=self.plan.gateway_url,
             admin_url=self.plan.admin_url,
             is_ready=is_ready,
             engines=tuple(self._engine_record(command) for command in self.plan.engines),
             log_dir=str(self.log_dir),
+            api_keys_file=_absolute(config.gateway.api_keys_file),
+            engine_api_key_file=_absolute(config.engines.api_key_file),
+            tls_ca=_absolute(config.gateway.tls_ca),
             **states.own_process(),
         )
         states.write_state(self._folder, record)
@@ -305,6 +318,18 @@ class Deployment:
             side_channel_host=command.side_channel_host,
             side_channel_port=command.side_channel_port,
         )
+
+
+def engine_environ(environ: Mapping[str, str], key: Secret | None) -> dict[str, str]:
+    """What engines start with: their key, which no command line may show, and none of the clients' keys."""
+    ours = {CLIENT_KEYS_VARIABLE, CLIENT_KEY_VARIABLE, ENGINE_KEY_VARIABLE}
+    kept = {name: value for name, value in environ.items() if name not in ours}
+    return kept if key is None else {**kept, "VLLM_API_KEY": key.reveal()}
+
+
+def _absolute(path: str | None) -> str | None:
+    """For commands that run elsewhere."""
+    return str(Path(path).absolute()) if path is not None else None
 
 
 def _is_settled(status: GatewayStatus) -> bool:

@@ -23,10 +23,14 @@ OWNED_FLAGS = {
     "host": "set `engines.host`",
     "port": "set `engines.first_port`",
     "uds": "leave it out: the gateway reaches engines by TCP",
+    "api-key": "set `engines.api_key_file`, or PDSERVE_ENGINE_API_KEY: every user of the machine can read a command line",
     "ssl-keyfile": "leave it out: the gateway reaches the engines that pdserve starts by plain HTTP",
     "ssl-certfile": "leave it out: the gateway reaches the engines that pdserve starts by plain HTTP",
 }
-OWNED_VARIABLES = {"VLLM_NIXL_SIDE_CHANNEL_PORT": "set `engines.first_side_channel_port`"}
+OWNED_VARIABLES = {
+    "VLLM_NIXL_SIDE_CHANNEL_PORT": "set `engines.first_side_channel_port`",
+    "VLLM_API_KEY": "set `engines.api_key_file`, or PDSERVE_ENGINE_API_KEY, so that the gateway has it too",
+}
 
 
 def check_args(args: Mapping[str, ArgValue], section: str) -> dict[str, ArgValue]:

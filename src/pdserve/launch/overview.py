@@ -14,6 +14,7 @@ from pdserve.errors import EngineError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from pdserve.engine.credentials import EngineAccess
     from pdserve.engine.scrape import EngineCounters
     from pdserve.protocol.admin import GatewayStatus
 
@@ -41,10 +42,12 @@ class EngineRow:
     """None while the engine does not answer."""
 
 
-async def engine_rows(processes: Sequence[ProcessInfo], gateway: GatewayStatus | None) -> list[EngineRow]:
+async def engine_rows(
+    processes: Sequence[ProcessInfo], gateway: GatewayStatus | None, *, access: EngineAccess
+) -> list[EngineRow]:
     """Ask every engine at once."""
     seen = {info.name: info.state for info in gateway.engines} if gateway is not None else {}
-    counters = await asyncio.gather(*(_try_scrape(process) for process in processes))
+    counters = await asyncio.gather(*(_try_scrape(process, access) for process in processes))
     return [
         EngineRow(
             process, process.state if process.state == "exited" else seen.get(process.name, process.state), counted
@@ -53,11 +56,11 @@ async def engine_rows(processes: Sequence[ProcessInfo], gateway: GatewayStatus |
     ]
 
 
-async def _try_scrape(process: ProcessInfo) -> EngineCounters | None:
+async def _try_scrape(process: ProcessInfo, access: EngineAccess) -> EngineCounters | None:
     if process.state == "exited":
         return None
     address = EngineAddress(EngineName(process.name), process.role, process.url)
-    client = EngineClient(address, connect_timeout_s=_TIMEOUT_S)
+    client = EngineClient(address, connect_timeout_s=_TIMEOUT_S, access=access)
     try:
         return await scrape(client, timeout_s=_TIMEOUT_S)
     except EngineError:

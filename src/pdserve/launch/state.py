@@ -53,6 +53,10 @@ class DeploymentState(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds since 1970, for people."""
     is_ready: bool
     log_dir: str
+    api_keys_file: str | None = None
+    """Where the keys are, never the keys: who may read that file may ask."""
+    engine_api_key_file: str | None = None
+    tls_ca: str | None = None
     engines: tuple[EngineRecord, ...]
 
 

@@ -36,6 +36,14 @@ PROMPT_PARTS = {
 }
 """What makes a prompt long."""
 
+ANSWER_MARK = {
+    Api.COMPLETIONS: b'"choices"',
+    Api.CHAT_COMPLETIONS: b'"choices"',
+    Api.RESPONSES: b'"output"',
+    Api.MESSAGES: b'"content"',
+}
+"""What every whole answer holds."""
+
 LIMIT_FIELDS = ("max_tokens", "max_completion_tokens", "max_output_tokens")
 """Every spelling of how long an answer may get."""
 

@@ -71,6 +71,17 @@ def split_events(data: bytes) -> list[bytes]:
     return events
 
 
+def look_sound(events: bytes) -> bool:
+    """Whether every event ends as an object does; two searches, cheap enough for each piece of a stream."""
+    return events.count(b"\n\n") == events.count(b"}\n\n")
+
+
+def is_sound(event: bytes) -> bool:
+    """Whether an event can be one of vLLM's: a comment, `[DONE]`, or an object from its data's first byte to the last."""
+    data = event_data(event).strip()
+    return event.startswith(b":") or data == b"[DONE]" or (data[:1] == b"{" and data[-1:] == b"}")
+
+
 def event_data(event: bytes) -> bytes:
     """The payload of an event: its `data:` lines joined, as the HTML standard has it."""
     lines = (line for line in event.splitlines() if line.startswith(b"data:"))

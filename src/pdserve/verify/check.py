@@ -16,6 +16,7 @@ import msgspec
 
 from pdserve.core import EngineAddress, EngineName, PrefillPlace, Role
 from pdserve.engine.admin_client import AdminClient
+from pdserve.engine.credentials import OPEN_ACCESS
 from pdserve.engine.pair import expect_ok, served_model
 from pdserve.engine.scrape import scrape
 from pdserve.engine.transport import EngineClient
@@ -27,6 +28,7 @@ from pdserve.verify.compare import Comparison, TokenChoice, compare
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from pdserve.engine.credentials import EngineAccess
     from pdserve.engine.scrape import EngineCounters
     from pdserve.engine.transport import Answer
     from pdserve.protocol.admin import RequestRecord
@@ -89,18 +91,34 @@ class Report:
 class Verifier:
     """Sends the request and asks around. Must be used inside a running event loop; `close` it."""
 
-    def __init__(self, url: str, engines: Sequence[EngineAddress], admin: AdminClient | None) -> None:
-        self._gateway = _client(EngineAddress(EngineName("gateway"), Role.BOTH, url))
-        self._engines = [_client(address) for address in engines]
+    def __init__(
+        self,
+        url: str,
+        engines: Sequence[EngineAddress],
+        admin: AdminClient | None,
+        *,
+        access: EngineAccess = OPEN_ACCESS,
+        engine_access: EngineAccess = OPEN_ACCESS,
+    ) -> None:
+        """`access` is what the gateway wants of its clients, `engine_access` what the engines want of the gateway."""
+        self._gateway = _client(EngineAddress(EngineName("gateway"), Role.BOTH, url), access)
+        self._engines = [_client(address, engine_access) for address in engines]
         self._admin = admin
 
     @classmethod
-    async def of_pdserve(cls, url: str, admin_url: str) -> Verifier:
+    async def of_pdserve(
+        cls,
+        url: str,
+        admin_url: str,
+        *,
+        access: EngineAccess = OPEN_ACCESS,
+        engine_access: EngineAccess = OPEN_ACCESS,
+    ) -> Verifier:
         """In front of pdserve's gateway, which tells its engines. Raises EngineError."""
         admin = AdminClient(admin_url)
         status = await admin.status()
         engines = [EngineAddress(EngineName(info.name), info.role, info.url) for info in status.engines]
-        return cls(url, engines, admin)
+        return cls(url, engines, admin, access=access, engine_access=engine_access)
 
     async def verify(self, prompt: str, *, max_tokens: int) -> Report:
         """Raises EngineError or VerifyFailed when there is no answer to judge."""
@@ -257,8 +275,8 @@ def _counted_sentence(prefill: list[Delta], decode: list[Delta], num_prompt_toke
     )
 
 
-def _client(address: EngineAddress) -> EngineClient:
-    return EngineClient(address, connect_timeout_s=5.0)
+def _client(address: EngineAddress, access: EngineAccess) -> EngineClient:
+    return EngineClient(address, connect_timeout_s=5.0, access=access)
 
 
 def _of_role(deltas: list[Delta], role: Role) -> list[Delta]:
