@@ -107,8 +107,8 @@ async def test_a_p_without_a_connector_fails() -> None:
         report = await _verify(deployment)
         assert not report.has_moved
         assert report.sentence == (
-            f"D computed all {report.num_prompt_tokens} prompt tokens itself: "
-            "P's answer held no handoff; is P running with --kv-transfer-config?"
+            f"D computed all {report.num_prompt_tokens} prompt tokens itself: prefill engine prefill-0 at "
+            f"{deployment.prefill.url}: P's answer held no handoff; is P running with --kv-transfer-config?"
         )
 
 
@@ -168,6 +168,6 @@ async def test_a_gateway_that_never_asks_p_fails() -> None:
 async def test_no_answer_is_no_verdict() -> None:
     """An error from the gateway is shown as it came."""
     async with split() as deployment:
-        deployment.decode.faults.inject(ErrorStatus(500))
+        deployment.decode.faults.inject(ErrorStatus(500), times=None)
         with pytest.raises(VerifyFailed, match="answered 500 to the request"):
             await _verify(deployment)
