@@ -12,6 +12,7 @@
         Overloaded 429                the queue is full, or a turn did not come in time
         NoEligibleEngine 503
         DeadlinePassed 504            the request as a whole took too long
+        ShuttingDown 503              the gateway stops, and its time for open requests is up
         ClientStalled                 the client stopped reading; it is hung up on
         EngineError                   an engine's fault, with its role and URL
           EngineUnreachable 502
@@ -48,6 +49,7 @@ class Reason(enum.StrEnum):
     QUEUE_TIMEOUT = "queue_timeout"
     NO_ENGINE = "no_engine"
     DEADLINE = "deadline"
+    SHUTTING_DOWN = "shutting_down"
     CONNECT_TIMEOUT = "connect_timeout"
     PREFILL_TIMEOUT = "prefill_timeout"
     FIRST_BYTE_TIMEOUT = "first_byte_timeout"
@@ -136,6 +138,14 @@ class DeadlinePassed(RequestError):
 
     def __init__(self, timeout_s: float) -> None:
         super().__init__(f"the request did not end within {timeout_s:g} s", status=504, reason=Reason.DEADLINE)
+
+
+class ShuttingDown(RequestError):
+    """The gateway was stopped, and the time that open requests had for their end is up."""
+
+    def __init__(self) -> None:
+        message = "the gateway is being stopped and could not wait for this request any longer; send it again"
+        super().__init__(message, status=503, reason=Reason.SHUTTING_DOWN)
 
 
 class ClientStalled(RequestError):

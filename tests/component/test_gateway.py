@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from pdserve.config import AdmissionConfig, Config
 from pdserve.core import PrefillPlace
 from pdserve.engine.pool import PairState
 from pdserve.protocol import nixl
@@ -670,3 +671,42 @@ async def test_a_stop_lets_open_streams_end() -> None:
             text = "".join([piece async for piece in response.aiter_text()])
             await stopping
         assert _events(text)[-1] == "[DONE]"
+
+
+# Stopping
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_stop_that_runs_out_of_time_says_so(stream: bool) -> None:  # noqa: FBT001
+    """A whole answer becomes 503, a stream ends with an error and no `[DONE]`; nobody is just hung up on."""
+    settings = EngineSettings(model=MODEL, max_model_len=2048, num_blocks=512, timing=Timing(decode_step_s=0.05))
+    async with split(settings=settings, timeouts=TIMEOUTS.__class__(shutdown=1.0)) as deployment:
+        body = _body(stream=stream, max_tokens=1000, ignore_eos=True)
+        asking = asyncio.create_task(deployment.client.post("/v1/completions", json=body))
+        await deployment.decode.engine.until(lambda: deployment.decode.engine.is_busy)
+        await deployment.gateway.client.stop()
+        response = await asking
+        if stream:
+            *_, last = _events(response.text)
+            assert json.loads(last)["error"]["code"] == "shutting_down"
+        else:
+            assert (response.status_code, response.headers["x-pdserve-reason"]) == (503, "shutting_down")
+            assert "retry-after" in response.headers
+        await deployment.settle()
+
+
+async def test_a_stop_waits_for_what_is_open_and_for_what_is_queued() -> None:
+    """No request is lost: they end as if nothing were, and new ones are not taken."""
+    settings = EngineSettings(model=MODEL, max_model_len=2048, num_blocks=512, timing=Timing(decode_step_s=0.02))
+    config = Config(admission=AdmissionConfig(max_concurrent=2))
+    async with split(settings=settings, config=config) as deployment:
+        asking = [asyncio.create_task(deployment.client.post("/v1/completions", json=_body())) for _ in range(6)]
+        proxy = deployment.gateway.proxy
+        async with asyncio.timeout(10):
+            while proxy.admission.num_running + proxy.admission.num_queued < 6:  # noqa: ASYNC110 - numbers without an event
+                await asyncio.sleep(0.01)
+        assert proxy.admission.num_queued == 4
+        await deployment.gateway.client.stop()
+        responses = await asyncio.gather(*asking)
+        assert [response.status_code for response in responses] == [200] * 6
+        await deployment.settle()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from typing import TYPE_CHECKING
 
@@ -9,7 +10,15 @@ import msgspec
 
 from pdserve.core import Role
 from pdserve.engine.pool import EngineState, PairState
-from pdserve.errors import EngineStatus, InvalidRequest, NoEligibleEngine, Overloaded, Reason, RequestError
+from pdserve.errors import (
+    EngineStatus,
+    InvalidRequest,
+    NoEligibleEngine,
+    Overloaded,
+    Reason,
+    RequestError,
+    ShuttingDown,
+)
 from pdserve.gateway.auth import CHALLENGE
 from pdserve.gateway.passthrough import Passthrough
 from pdserve.protocol import openai
@@ -48,6 +57,10 @@ class Router:
             await self._find(request)(request, response)
         except RequestError as exc:
             send_error(response, exc, api=openai.api_of(request.path))
+        except asyncio.CancelledError:
+            if response.is_client_there and not response.is_started:
+                send_error(response, ShuttingDown(), api=openai.api_of(request.path))
+            raise
         except Exception:
             _logger.exception("a fault in the gateway itself")
             if response.is_started:
@@ -96,7 +109,7 @@ def send_json(response: Response, value: object, *, status: int = 200) -> None:
 
 def _error_headers(error: RequestError) -> Headers:
     headers = [openai.JSON_HEADER, _reason_header(error)]
-    if isinstance(error, NoEligibleEngine):
+    if isinstance(error, (NoEligibleEngine, ShuttingDown)):
         headers.append((b"retry-after", b"1"))
     elif error.reason is Reason.UNAUTHORIZED:
         headers.append(CHALLENGE)

@@ -11,7 +11,7 @@ import secrets
 from typing import TYPE_CHECKING
 
 from pdserve.core import AloneReason, Role
-from pdserve.errors import ClientStalled, RequestError
+from pdserve.errors import ClientStalled, RequestError, ShuttingDown
 from pdserve.gateway.admission import Admission
 from pdserve.gateway.attempts import RetryBudget
 from pdserve.gateway.call import Call
@@ -80,6 +80,11 @@ class Proxy:
             outcome = "ok"
         except asyncio.CancelledError:
             outcome = "disconnected"
+            if response.is_client_there:
+                stop = ShuttingDown()
+                outcome = stop.reason.value
+                if response.is_started:
+                    _tell_in_stream(api, response, stop)
             raise
         except RequestError as exc:
             outcome = exc.reason.value

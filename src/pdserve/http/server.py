@@ -172,6 +172,11 @@ class Response:
             self._connection.write(b"0\r\n\r\n")
         self._connection.response_ended(keep_alive=self._keep_alive)
 
+    @property
+    def is_client_there(self) -> bool:
+        """Whether what is sent can still arrive: in a task that is cancelled it tells a stop from a client that left."""
+        return not self._connection.is_closing
+
     def abort(self) -> None:
         """Break off: the client sees that the answer is not whole."""
         self.is_ended = True
@@ -205,7 +210,7 @@ class ServerConnection(asyncio.Protocol):
         self._parser = httptools.HttpRequestParser(self)
         self._transport: asyncio.Transport | None = None
         self._timer: asyncio.TimerHandle | None = None
-        self._is_closing = False
+        self.is_closing = False
         self._is_deaf = False
         """What comes now is no request any more: after a refusal, or behind a request that was to be the last."""
         self._has_excess = False
@@ -241,7 +246,7 @@ class ServerConnection(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002
         self._state.connections.discard(self)
-        self._is_closing = True
+        self.is_closing = True
         self._stop_timer()
         if self._hang_up is not None:
             self._hang_up.close()
@@ -258,7 +263,7 @@ class ServerConnection(asyncio.Protocol):
         gone, and so it does under TLS, which knows no half of a connection.
         """
         transport, response = self._transport, self._response
-        if self._is_closing or transport is None or transport.get_extra_info("sslcontext") is not None:
+        if self.is_closing or transport is None or transport.get_extra_info("sslcontext") is not None:
             return False
         if self._task is None or response is None or response.is_started or not response.knows_chunks:
             return False
@@ -268,7 +273,7 @@ class ServerConnection(asyncio.Protocol):
         return True
 
     def data_received(self, data: bytes) -> None:
-        while data and not self._is_deaf and not self._is_closing:
+        while data and not self._is_deaf and not self.is_closing:
             data = self._parse(data)
         self._has_excess |= self._is_deaf and bool(data)
 
@@ -361,7 +366,7 @@ class ServerConnection(asyncio.Protocol):
         return self._keep_alive_s > 0
 
     def write(self, data: bytes) -> None:
-        if self._transport is not None and not self._is_closing:
+        if self._transport is not None and not self.is_closing:
             self._transport.write(data)
 
     def feed_from(self, source: PausableSource | None) -> None:
@@ -376,7 +381,7 @@ class ServerConnection(asyncio.Protocol):
             self._close(lingers=self._has_excess or self._refusal is not None)
 
     def abort(self) -> None:
-        self._is_closing = True
+        self.is_closing = True
         self.source = None
         if self._transport is not None:
             self._transport.abort()
@@ -509,7 +514,7 @@ class ServerConnection(asyncio.Protocol):
         self._task = None
         if not task.cancelled() and (error := task.exception()) is not None:
             _logger.error("the application failed", exc_info=error)
-        if self._is_closing:
+        if self.is_closing:
             return
         if not self._has_ended_response:
             self._close()
@@ -557,7 +562,7 @@ class ServerConnection(asyncio.Protocol):
     # Closing
 
     def _close(self, *, lingers: bool = False) -> None:
-        self._is_closing = True
+        self.is_closing = True
         self._stop_timer()
         transport = self._transport
         if transport is None or transport.is_closing():
