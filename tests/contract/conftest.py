@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from contract.asking import Engine
 from pdserve.sim.settings import EngineSettings
 from pdserve.sim.stand_in import run_stand_in
 
@@ -23,8 +24,14 @@ class Pair:
     model: str
 
 
-# As vLLM on a CPU: its block size, and a handshake's patience that a test can wait for.
-_SETTINGS = EngineSettings(model="tiny", block_size=128, num_blocks=64, max_model_len=2048, handshake_timeout_s=0.2)
+# As `pdserve up` starts vLLM on a CPU: its block size; and a handshake's patience that a test can wait for.
+_SETTINGS = EngineSettings(
+    model="tiny",
+    block_size=128,
+    num_blocks=64,
+    max_model_len=2048,
+    handshake_timeout_s=0.2,
+)
 
 
 @pytest.fixture(
@@ -42,3 +49,17 @@ async def pair(request: pytest.FixtureRequest) -> AsyncIterator[Pair]:
         return
     async with run_stand_in("kv_producer", _SETTINGS) as prefill, run_stand_in("kv_consumer", _SETTINGS) as decode:
         yield Pair(prefill.url, decode.url, _SETTINGS.model)
+
+
+@pytest.fixture
+async def prefill(pair: Pair) -> AsyncIterator[Engine]:
+    engine = Engine(pair.prefill_url, pair.model)
+    async with engine.client:
+        yield engine
+
+
+@pytest.fixture
+async def decode(pair: Pair) -> AsyncIterator[Engine]:
+    engine = Engine(pair.decode_url, pair.model)
+    async with engine.client:
+        yield engine

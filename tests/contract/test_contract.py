@@ -2,123 +2,21 @@
 
 from __future__ import annotations
 
-import asyncio
-import json
 import time
 import uuid
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-import httpx
 import pytest
-from prometheus_client.parser import text_string_to_metric_families
+
+from contract.asking import CHAT, COMPLETIONS, PREFILL, SOON_S, TOLD, body_for, hand_off, release
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from contract.asking import Engine
 
-    from contract.conftest import Pair
-
-_COMPLETIONS = "/v1/completions"
-_CHAT = "/v1/chat/completions"
-_BOTH = pytest.mark.parametrize("path", [_COMPLETIONS, _CHAT])
-
-_PREFILL = {
-    "do_remote_decode": True,
-    "do_remote_prefill": False,
-    "remote_engine_id": None,
-    "remote_block_ids": None,
-    "remote_host": None,
-    "remote_port": None,
-}
-_TOLD = "remote_prefill_cached_tokens"
-_TIMEOUT_S = 120.0
-_SOON_S = 15.0
-"""Half of the lease: what is free by then was not freed by the lease's end."""
+_BOTH = pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
 
 
-class _Engine:
-    """One engine over HTTP."""
-
-    def __init__(self, url: str, model: str) -> None:
-        self.client = httpx.AsyncClient(base_url=url, timeout=_TIMEOUT_S)
-        self.model = model
-
-    async def post(self, path: str, body: dict[str, Any], *, request_id: str | None = None) -> httpx.Response:
-        headers = {"X-Request-Id": request_id} if request_id else {}
-        return await self.client.post(path, json=body, headers=headers)
-
-    async def answer(self, path: str, body: dict[str, Any], *, request_id: str | None = None) -> dict[str, Any]:
-        response = await self.post(path, body, request_id=request_id)
-        assert response.status_code == 200, response.text
-        answer: dict[str, Any] = response.json()
-        return answer
-
-    async def events(self, path: str, body: dict[str, Any]) -> list[dict[str, Any]]:
-        """A stream's events; it must be one, and end with [DONE]."""
-        response = await self.post(path, {**body, "stream": True})
-        assert response.status_code == 200, response.text
-        assert response.headers["content-type"].startswith("text/event-stream")
-        *events, done, rest = response.text.split("\n\n")
-        assert (done, rest) == ("data: [DONE]", "")
-        return [json.loads(event.removeprefix("data: ")) for event in events]
-
-    async def metric(self, name: str, **labels: str) -> float:
-        text = (await self.client.get("/metrics")).text
-        return sum(
-            sample.value
-            for family in text_string_to_metric_families(text)
-            for sample in family.samples
-            if sample.name == f"vllm:{name}" and labels.items() <= sample.labels.items()
-        )
-
-    async def until_metric(self, name: str, expected: float, *, timeout_s: float = _SOON_S, **labels: str) -> None:
-        """vLLM updates its metrics with its steps, and gives no event for them."""
-        try:
-            async with asyncio.timeout(timeout_s):
-                while await self.metric(name, **labels) != expected:  # noqa: ASYNC110 - there is no event to wait for
-                    await asyncio.sleep(0.05)
-        except TimeoutError:
-            pytest.fail(f"{name} {labels} is {await self.metric(name, **labels)} and not {expected}")
-
-    async def source(self, source: str) -> float:
-        return await self.metric("prompt_tokens_by_source_total", source=source)
-
-
-@pytest.fixture
-async def prefill(pair: Pair) -> AsyncIterator[_Engine]:
-    engine = _Engine(pair.prefill_url, pair.model)
-    async with engine.client:
-        yield engine
-
-
-@pytest.fixture
-async def decode(pair: Pair) -> AsyncIterator[_Engine]:
-    engine = _Engine(pair.decode_url, pair.model)
-    async with engine.client:
-        yield engine
-
-
-def _body(path: str, model: str, **fields: Any) -> dict[str, Any]:
-    """A request that no prefix cache has seen, and that ends by its limit."""
-    text = f"{uuid.uuid4().hex}: explain the way of a request through prefill and decode."
-    prompt = {"prompt": text} if path == _COMPLETIONS else {"messages": [{"role": "user", "content": text}]}
-    return {"model": model, **prompt, "max_tokens": 4, "temperature": 0, "ignore_eos": True, **fields}
-
-
-async def _hand_off(prefill: _Engine, path: str, body: dict[str, Any]) -> dict[str, Any]:
-    """A P leg as the gateway sends it; the handoff."""
-    leg = {**body, "max_tokens": 1, "stream": False, "kv_transfer_params": _PREFILL}
-    handoff: dict[str, Any] = (await prefill.answer(path, leg))["kv_transfer_params"]
-    return handoff
-
-
-async def _release(decode: _Engine, handoff: dict[str, Any]) -> httpx.Response:
-    """The release recipe: a D leg for a model that nobody serves."""
-    return await decode.post(
-        _COMPLETIONS, {"model": "nobody-serves-this", "prompt": "-", "kv_transfer_params": handoff}
-    )
-
-
-async def test_an_engine_that_is_up(prefill: _Engine, decode: _Engine) -> None:
+async def test_an_engine_that_is_up(prefill: Engine, decode: Engine) -> None:
     """Both answer /health, name their model, and have the metrics that prove a handoff."""
     for engine in (prefill, decode):
         assert (await engine.client.get("/health")).status_code == 200
@@ -138,10 +36,10 @@ async def test_an_engine_that_is_up(prefill: _Engine, decode: _Engine) -> None:
 
 
 @_BOTH
-async def test_p_answers_with_a_handoff(prefill: _Engine, decode: _Engine, path: str) -> None:
+async def test_p_answers_with_a_handoff(prefill: Engine, decode: Engine, path: str) -> None:
     """A P leg is one whole JSON answer whose handoff has every key that D needs, and the request id in its own."""
     request_id = f"leg-{uuid.uuid4().hex}"
-    leg = _body(path, prefill.model, max_tokens=1, kv_transfer_params=_PREFILL)
+    leg = body_for(path, prefill.model, max_tokens=1, kv_transfer_params=PREFILL)
     answer = await prefill.answer(path, leg, request_id=request_id)
     handoff = answer["kv_transfer_params"]
     assert (handoff["do_remote_prefill"], handoff["do_remote_decode"]) == (True, False)
@@ -153,23 +51,23 @@ async def test_p_answers_with_a_handoff(prefill: _Engine, decode: _Engine, path:
     (block_ids,) = handoff["remote_block_ids"]
     assert all(isinstance(block_id, int) for block_id in block_ids)
     assert handoff["remote_num_tokens"] == answer["usage"]["prompt_tokens"]
-    assert handoff[_TOLD] == 0
+    assert handoff[TOLD] == 0
     assert request_id in handoff["remote_request_id"]
     assert answer["id"].endswith(request_id)
     assert answer["usage"]["completion_tokens"] == 1
-    await _release(decode, handoff)
+    await release(decode, handoff)
 
 
-async def test_p_keeps_the_blocks_until_they_are_released(prefill: _Engine, decode: _Engine) -> None:
+async def test_p_keeps_the_blocks_until_they_are_released(prefill: Engine, decode: Engine) -> None:
     """After a P leg the blocks are in use; a refused D leg frees them, long before the lease would."""
     for _ in range(3):
         started_s = time.monotonic()
         num_expired = await prefill.metric("nixl_num_kv_expired_reqs_total")
-        handoff = await _hand_off(prefill, _COMPLETIONS, _body(_COMPLETIONS, prefill.model))
+        handoff = await hand_off(prefill, COMPLETIONS, body_for(COMPLETIONS, prefill.model))
         usage = await prefill.metric("kv_cache_usage_perc")
-        status = (await _release(decode, handoff)).status_code
+        status = (await release(decode, handoff)).status_code
         await prefill.until_metric("kv_cache_usage_perc", 0)
-        if time.monotonic() - started_s > _SOON_S:
+        if time.monotonic() - started_s > SOON_S:
             continue  # Two engines on two cores can stand still for a whole lease; that attempt tells nothing.
         assert usage > 0
         assert status == 404
@@ -179,11 +77,11 @@ async def test_p_keeps_the_blocks_until_they_are_released(prefill: _Engine, deco
 
 
 @_BOTH
-async def test_d_reports_what_it_did_not_compute(prefill: _Engine, decode: _Engine, path: str) -> None:
+async def test_d_reports_what_it_did_not_compute(prefill: Engine, decode: Engine, path: str) -> None:
     """With the handoff, less the number that P told, D's cached tokens are the whole prompt, and its counter says so too."""
-    body = _body(path, decode.model)
-    handoff = await _hand_off(prefill, path, body)
-    del handoff[_TOLD]
+    body = body_for(path, decode.model)
+    handoff = await hand_off(prefill, path, body)
+    del handoff[TOLD]
     external, local = await decode.source("external_kv_transfer"), await decode.source("local_compute")
     num_transfers = await decode.metric("nixl_xfer_time_seconds_count")
     answer = await decode.answer(path, {**body, "kv_transfer_params": handoff})
@@ -197,12 +95,12 @@ async def test_d_reports_what_it_did_not_compute(prefill: _Engine, decode: _Engi
 
 
 @_BOTH
-async def test_a_streams_usage_proves_the_same(prefill: _Engine, decode: _Engine, path: str) -> None:
+async def test_a_streams_usage_proves_the_same(prefill: Engine, decode: Engine, path: str) -> None:
     """The last event before [DONE] has the usage, no choices, and D's own number."""
-    body = _body(path, decode.model, stream_options={"include_usage": True})
+    body = body_for(path, decode.model, stream_options={"include_usage": True})
     plain = {name: value for name, value in body.items() if name != "stream_options"}
-    handoff = await _hand_off(prefill, path, plain)
-    del handoff[_TOLD]
+    handoff = await hand_off(prefill, path, plain)
+    del handoff[TOLD]
     events = await decode.events(path, {**body, "kv_transfer_params": handoff})
     assert events[-1]["choices"] == []
     usage = events[-1]["usage"]
@@ -210,19 +108,19 @@ async def test_a_streams_usage_proves_the_same(prefill: _Engine, decode: _Engine
     assert usage["completion_tokens"] == 4
 
 
-async def test_the_number_that_p_told_hides_ds_own(prefill: _Engine, decode: _Engine) -> None:
+async def test_the_number_that_p_told_hides_ds_own(prefill: Engine, decode: Engine) -> None:
     """With the number in the handoff D repeats it: the client sees P's cache hits, and nobody sees a proof."""
-    body = _body(_COMPLETIONS, decode.model)
-    handoff = await _hand_off(prefill, _COMPLETIONS, body)
-    answer = await decode.answer(_COMPLETIONS, {**body, "kv_transfer_params": {**handoff, _TOLD: 3}})
+    body = body_for(COMPLETIONS, decode.model)
+    handoff = await hand_off(prefill, COMPLETIONS, body)
+    answer = await decode.answer(COMPLETIONS, {**body, "kv_transfer_params": {**handoff, TOLD: 3}})
     assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] == 3
 
 
 @_BOTH
-async def test_d_alone_computes_the_prompt(decode: _Engine, path: str) -> None:
+async def test_d_alone_computes_the_prompt(decode: Engine, path: str) -> None:
     """Without a handoff D answers in the same way; only its numbers differ."""
     local, external = await decode.source("local_compute"), await decode.source("external_kv_transfer")
-    answer = await decode.answer(path, _body(path, decode.model))
+    answer = await decode.answer(path, body_for(path, decode.model))
     assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
     assert answer["kv_transfer_params"] is None
     num_tokens = answer["usage"]["prompt_tokens"]
@@ -230,28 +128,28 @@ async def test_d_alone_computes_the_prompt(decode: _Engine, path: str) -> None:
     assert await decode.source("external_kv_transfer") == external
 
 
-async def test_a_completions_answer(decode: _Engine) -> None:
+async def test_a_completions_answer(decode: Engine) -> None:
     """Whole and streamed completions say the same, in the places where clients look."""
-    body = _body(_COMPLETIONS, decode.model)
-    whole = await decode.answer(_COMPLETIONS, body)
+    body = body_for(COMPLETIONS, decode.model)
+    whole = await decode.answer(COMPLETIONS, body)
     (choice,) = whole["choices"]
     assert (whole["object"], whole["model"], choice["index"]) == ("text_completion", decode.model, 0)
     assert choice["finish_reason"] == "length"
     usage = whole["usage"]
     assert usage["total_tokens"] == usage["prompt_tokens"] + usage["completion_tokens"]
-    events = await decode.events(_COMPLETIONS, body)
+    events = await decode.events(COMPLETIONS, body)
     assert all(event["object"] == "text_completion" and "usage" not in event for event in events)
     assert "".join(event["choices"][0]["text"] for event in events) == choice["text"]
     assert [event["choices"][0]["finish_reason"] for event in events] == [None] * (len(events) - 1) + ["length"]
 
 
-async def test_a_chat_answer(decode: _Engine) -> None:
+async def test_a_chat_answer(decode: Engine) -> None:
     """The same for chat; its stream opens with the role."""
-    body = _body(_CHAT, decode.model)
-    whole = await decode.answer(_CHAT, body)
+    body = body_for(CHAT, decode.model)
+    whole = await decode.answer(CHAT, body)
     (choice,) = whole["choices"]
     assert (whole["object"], choice["message"]["role"]) == ("chat.completion", "assistant")
-    events = await decode.events(_CHAT, body)
+    events = await decode.events(CHAT, body)
     assert all(event["object"] == "chat.completion.chunk" and "usage" not in event for event in events)
     assert events[0]["choices"][0]["delta"]["role"] == "assistant"
     text = "".join(event["choices"][0]["delta"].get("content") or "" for event in events)
@@ -260,45 +158,45 @@ async def test_a_chat_answer(decode: _Engine) -> None:
 
 
 @_BOTH
-async def test_an_unknown_model_is_not_found(decode: _Engine, path: str) -> None:
+async def test_an_unknown_model_is_not_found(decode: Engine, path: str) -> None:
     """404 before anything else, streamed or not, and an error object."""
     for stream in (False, True):
-        response = await decode.post(path, _body(path, "nobody-serves-this", stream=stream))
+        response = await decode.post(path, body_for(path, "nobody-serves-this", stream=stream))
         error = response.json()["error"]
         assert (response.status_code, error["type"], error["code"]) == (404, "NotFoundError", 404)
 
 
 @_BOTH
-async def test_min_tokens_above_the_limit_is_refused(prefill: _Engine, path: str) -> None:
+async def test_min_tokens_above_the_limit_is_refused(prefill: Engine, path: str) -> None:
     """Why the gateway drops min_tokens from a P leg."""
     response = await prefill.post(
-        path, _body(path, prefill.model, max_tokens=1, min_tokens=4, kv_transfer_params=_PREFILL)
+        path, body_for(path, prefill.model, max_tokens=1, min_tokens=4, kv_transfer_params=PREFILL)
     )
     error = response.json()["error"]
     assert (response.status_code, error["type"], error["code"]) == (400, "BadRequestError", 400)
 
 
-async def test_stream_options_without_a_stream_are_refused(prefill: _Engine) -> None:
+async def test_stream_options_without_a_stream_are_refused(prefill: Engine) -> None:
     """Why the gateway drops stream_options from a P leg."""
-    body = _body(_COMPLETIONS, prefill.model, stream_options={"include_usage": True})
-    assert (await prefill.post(_COMPLETIONS, body)).status_code == 400
+    body = body_for(COMPLETIONS, prefill.model, stream_options={"include_usage": True})
+    assert (await prefill.post(COMPLETIONS, body)).status_code == 400
 
 
 @pytest.mark.parametrize("body", [b"{", b"[]", b'{"prompt": "a", "max_tokens": "many"}'])
-async def test_an_error_has_a_body(decode: _Engine, body: bytes) -> None:
+async def test_an_error_has_abody_for(decode: Engine, body: bytes) -> None:
     """What is no request gets 400 and an error object with four fields."""
-    response = await decode.client.post(_COMPLETIONS, content=body, headers={"content-type": "application/json"})
+    response = await decode.client.post(COMPLETIONS, content=body, headers={"content-type": "application/json"})
     assert response.status_code == 400
     error = response.json()["error"]
     assert set(error) == {"message", "type", "param", "code"}
     assert error["code"] == 400
 
 
-async def test_a_client_that_leaves_frees_ds_blocks(prefill: _Engine, decode: _Engine) -> None:
+async def test_a_client_that_leaves_frees_ds_blocks(prefill: Engine, decode: Engine) -> None:
     """In the middle of a stream: the request ends, on D with its blocks, on P they were free before."""
-    body = _body(_COMPLETIONS, decode.model, max_tokens=1000, stream=True)
-    handoff = await _hand_off(prefill, _COMPLETIONS, body)
-    async with decode.client.stream("POST", _COMPLETIONS, json={**body, "kv_transfer_params": handoff}) as response:
+    body = body_for(COMPLETIONS, decode.model, max_tokens=1000, stream=True)
+    handoff = await hand_off(prefill, COMPLETIONS, body)
+    async with decode.client.stream("POST", COMPLETIONS, json={**body, "kv_transfer_params": handoff}) as response:
         pieces = response.aiter_bytes()
         await anext(pieces)
         assert await decode.metric("kv_cache_usage_perc") > 0
@@ -307,26 +205,26 @@ async def test_a_client_that_leaves_frees_ds_blocks(prefill: _Engine, decode: _E
     await prefill.until_metric("kv_cache_usage_perc", 0)
 
 
-async def test_a_transfer_that_fails_is_an_error(prefill: _Engine, decode: _Engine) -> None:
+async def test_a_transfer_that_fails_is_an_error(prefill: Engine, decode: Engine) -> None:
     """P's side channel does not answer: 500 for a whole answer, an event in a stream whose 200 is out; D lives on."""
-    body = _body(_COMPLETIONS, decode.model)
-    handoff = await _hand_off(prefill, _COMPLETIONS, body)
-    await _release(decode, handoff)
+    body = body_for(COMPLETIONS, decode.model)
+    handoff = await hand_off(prefill, COMPLETIONS, body)
+    await release(decode, handoff)
     nobody = {**handoff, "remote_engine_id": str(uuid.uuid4()), "remote_port": 9}
-    whole = await decode.post(_COMPLETIONS, {**body, "kv_transfer_params": nobody})
+    whole = await decode.post(COMPLETIONS, {**body, "kv_transfer_params": nobody})
     assert (whole.status_code, whole.json()["error"]["type"]) == (500, "InternalServerError")
-    (event,) = await decode.events(_COMPLETIONS, {**body, "kv_transfer_params": nobody})
+    (event,) = await decode.events(COMPLETIONS, {**body, "kv_transfer_params": nobody})
     assert event["error"]["code"] == 500
     assert (await decode.client.get("/health")).status_code == 200
     await prefill.until_metric("kv_cache_usage_perc", 0)
 
 
-async def test_params_without_a_flag_are_ignored(prefill: _Engine, decode: _Engine) -> None:
+async def test_params_without_a_flag_are_ignored(prefill: Engine, decode: Engine) -> None:
     """A handoff that does not say do_remote_prefill is no handoff: D computes alone, without a word."""
-    body = _body(_COMPLETIONS, decode.model)
-    handoff = await _hand_off(prefill, _COMPLETIONS, body)
+    body = body_for(COMPLETIONS, decode.model)
+    handoff = await hand_off(prefill, COMPLETIONS, body)
     lost = {**handoff, "do_remote_prefill": False}
-    answer = await decode.answer(_COMPLETIONS, {**body, "kv_transfer_params": lost})
+    answer = await decode.answer(COMPLETIONS, {**body, "kv_transfer_params": lost})
     assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
-    await _release(decode, handoff)
+    await release(decode, handoff)
     await prefill.until_metric("kv_cache_usage_perc", 0)

@@ -1,28 +1,57 @@
-"""From the engine's output to the JSON that vLLM 0.32 answers: fields, their order, nulls, stream events, usage.
+"""From the engine's output to what vLLM 0.32 answers to completions and chat: fields, their order, nulls, events, usage.
 
 Taken from answers of running engines and from entrypoints/openai/{completion,chat_completion}/{protocol,serving}.py. Values in,
-values out: no sockets, no engine.
+values out: no sockets, no engine. Messages and responses have their own: messages.py, responses.py.
 """
 
 from __future__ import annotations
 
 import hashlib
+import json
+import uuid
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
+
+import msgspec
 
 from pdserve.sim.tokens import decode, logprob, rivals
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from pdserve.sim.handoff import Params
     from pdserve.sim.job import Output
+    from pdserve.sim.refusal import Refused
     from pdserve.sim.request import Call
 
 VLLM_VERSION = "0.32.0"
 """The release whose wire protocol is spoken; /version says so too, for clients that look."""
 
 Json = dict[str, Any]
+_encode = msgspec.json.Encoder().encode
+_DONE = b"data: [DONE]\n\n"
+
+
+class Answer(Protocol):
+    """One request's answer, in any of the APIs: whole, or as the bytes of a stream."""
+
+    def opening(self) -> bytes:
+        """What a stream says before the engine has said anything."""
+
+    def add(self, index: int, output: Output) -> None:
+        """Take an output in, for the whole answer."""
+
+    def events(self, index: int, output: Output) -> bytes:
+        """Take an output in; what a stream says of it."""
+
+    def closing(self) -> bytes:
+        """What a stream says when every choice has ended."""
+
+    def failure(self, error: Refused, *, is_output: bool) -> bytes | None:
+        """How a stream ends that cannot go on; None: it breaks off. `is_output`: the engine's last output told so."""
+
+    def whole(self, change: Callable[[Params], Params | None]) -> Json:
+        """The answer, when every choice has ended; the handoff goes through `change` on its way."""
 
 
 @dataclass(slots=True)
@@ -37,10 +66,11 @@ class _Choice:
     stop_reason: str | int | None = None
     num_cached: int = 0
     handoff: Params | None = None
+    tool_call_id: str = ""
 
 
-class Answer:
-    """One request's answer, whole or in events. Feed it every output; ask for `whole` or take the events as they come."""
+class OpenAiAnswer:
+    """An answer to a completion or a chat request."""
 
     def __init__(self, call: Call, *, model: str, created: int, has_details: bool) -> None:
         self._call = call
@@ -50,23 +80,41 @@ class Answer:
         self._choices = [_Choice() for _ in call.jobs]
         self._first: Output | None = None
 
-    def add(self, index: int, output: Output) -> list[Json]:
-        """Take an output in; the events that a stream sends for it."""
-        events = self._opening_events(output) if self._first is None else []
+    def opening(self) -> bytes:
+        return b""
+
+    def add(self, index: int, output: Output) -> None:
         self._first = self._first or output
         choice = self._choices[index]
-        is_first = not choice.tokens
         choice.text += output.text
         choice.tokens += output.tokens
         choice.finish_reason, choice.stop_reason = output.finish_reason, output.stop_reason
         choice.num_cached, choice.handoff = output.num_cached, output.handoff
+
+    def events(self, index: int, output: Output) -> bytes:
+        return b"".join(map(_framed, self.event_objects(index, output)))
+
+    def closing(self) -> bytes:
+        return _framed(self.usage_event()) + _DONE if self._call.includes_usage else _DONE
+
+    def failure(self, error: Refused, *, is_output: bool) -> bytes:
+        # The first output opens a chat stream, also one that says nothing but that it failed.
+        opening = self.opening_events() if is_output and self._first is None else []
+        # Of all events only this one has spaces in its JSON, and [DONE] follows it.
+        ending = f"data: {json.dumps(error.body())}\n\n".encode() + _DONE
+        return b"".join(map(_framed, opening)) + ending
+
+    def event_objects(self, index: int, output: Output) -> list[Json]:
+        """The events that a stream sends for an output, which it takes in."""
+        events = self.opening_events() if self._first is None else []
+        is_first = not self._choices[index].tokens
+        self.add(index, output)
         event = (
             self._chat_event(index, output) if self._call.is_chat else self._completion_event(index, output, is_first)
         )
         return [*events, self._stamped(event, output)]
 
-    def whole(self) -> Json:
-        """The answer, when every choice has ended."""
+    def whole(self, change: Callable[[Params], Params | None]) -> Json:
         choices = [self._whole_choice(index) for index in range(len(self._choices))]
         answer = {
             **self._head("chat.completion" if self._call.is_chat else "text_completion"),
@@ -79,7 +127,9 @@ class Answer:
             prompt = list(self._call.prompts[0]) if self._call.returns_token_ids else None
             answer |= {"prompt_logprobs": self._prompt_logprobs(0), "prompt_token_ids": prompt, "prompt_text": None}
         # With several prompts or choices the handoff is the first one's: the others' blocks stay until their leases end.
-        return answer | {"kv_transfer_params": self._choices[0].handoff, "ec_transfer_params": None, "metrics": None}
+        handoff = self._choices[0].handoff
+        told = None if handoff is None else change(handoff)
+        return answer | {"kv_transfer_params": told, "ec_transfer_params": None, "metrics": None}
 
     def usage_event(self) -> Json:
         """The last event of a stream that includes usage; nulls are left out of this one."""
@@ -95,9 +145,8 @@ class Answer:
 
     # Events
 
-    def _opening_events(self, output: Output) -> list[Json]:
+    def opening_events(self) -> list[Json]:
         """Chat streams open with the role, for every choice."""
-        del output
         if not self._call.is_chat:
             return []
         return [self._role_event(index) for index in range(self._call.n)]
@@ -114,9 +163,9 @@ class Answer:
     def _chat_event(self, index: int, output: Output) -> Json:
         choice: Json = {
             "index": index,
-            "delta": {"content": output.text},
+            "delta": self._delta(index, output),
             "logprobs": self._chat_logprobs(output.tokens),
-            "finish_reason": output.finish_reason,
+            "finish_reason": self._chat_finish_reason(output.finish_reason),
         }
         if output.finish_reason is not None:
             choice["stop_reason"] = output.stop_reason
@@ -126,6 +175,24 @@ class Answer:
             usage = self._usage(len(self._choices[index].tokens))
             event["usage"] = usage | {"completion_tokens_details": None}
         return event
+
+    def _delta(self, index: int, output: Output) -> Json:
+        """A tool call opens with its name; its arguments come as the model writes them."""
+        if self._call.tool_use is None:
+            return {"content": output.text}
+        if not output.text:
+            return {}
+        choice = self._choices[index]
+        if choice.tool_call_id:
+            return {"tool_calls": [{"index": 0, "function": {"arguments": output.text}}]}
+        choice.tool_call_id = new_tool_call_id()
+        function = {"name": self._call.tool_use.name, "arguments": output.text}
+        return {"tool_calls": [{"id": choice.tool_call_id, "type": "function", "index": 0, "function": function}]}
+
+    def _chat_finish_reason(self, reason: str | None) -> str | None:
+        """A tool that the client named ends with `stop`, one that the model chose with `tool_calls`."""
+        tool = self._call.tool_use
+        return "tool_calls" if reason == "stop" and tool is not None and not tool.is_named else reason
 
     def _completion_event(self, index: int, output: Output, is_first: bool) -> Json:  # noqa: FBT001 - one caller
         prompt = self._call.prompts[index // self._call.n]
@@ -178,12 +245,20 @@ class Answer:
 
     def _chat_choice(self, index: int) -> Json:
         choice = self._choices[index]
-        message = {"role": "assistant", "content": choice.text, "refusal": None, "annotations": None, "audio": None}
+        tool = self._call.tool_use
+        is_call = tool is not None and tool.is_call(choice.finish_reason)
+        # What the limit cut off is no call, and stays in the text where tags show that it was to be one.
+        text = choice.text if tool is None or (tool.is_tagged and not is_call) else ""
+        message: Json = {"role": "assistant", "content": text, "refusal": None, "annotations": None, "audio": None}
+        message["function_call"] = None
+        if tool is not None and is_call:
+            function = {"name": tool.name, "arguments": choice.text}
+            message["tool_calls"] = [{"id": new_tool_call_id(), "type": "function", "function": function}]
         return {
             "index": index,
-            "message": message | {"function_call": None, "reasoning": None},
+            "message": message | {"reasoning": None},
             "logprobs": self._chat_logprobs(choice.tokens),
-            "finish_reason": choice.finish_reason,
+            "finish_reason": self._chat_finish_reason(choice.finish_reason),
             "stop_reason": choice.stop_reason,
             "token_ids": self._token_ids(choice.tokens),
             "routed_experts": None,
@@ -259,6 +334,15 @@ class Answer:
             return None
         prompt = self._call.prompts[prompt_index]
         return [None, *(_prompt_logprob(token, count) for token in prompt[1:])]
+
+
+def _framed(event: Json) -> bytes:
+    return b"data: %b\n\n" % _encode(event)
+
+
+def new_tool_call_id() -> str:
+    """As vLLM makes them (renderers/chat_utils.py)."""
+    return f"chatcmpl-tool-{uuid.uuid4().hex[:16]}"
 
 
 def _usage(num_prompt: int, num_generated: int) -> Json:

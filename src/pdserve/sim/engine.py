@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from pdserve.sim.blocks import BlockPool, Leases
 from pdserve.sim.clock import LoopClock
+from pdserve.sim.form import WORD
 from pdserve.sim.handoff import (
     CoreFault,
     KeepForDecode,
@@ -34,12 +35,12 @@ from pdserve.sim.tokens import END_OF_TEXT, Continuation, TextStream, encode
 from pdserve.sim.transfer import Transfers
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Mapping
+    from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Iterator, Mapping
     from typing import Any
 
     from pdserve.sim.clock import Clock
     from pdserve.sim.handoff import Params, Plan
-    from pdserve.sim.job import Job
+    from pdserve.sim.job import Job, Sampling
 
 _OTHER_PEOPLE = "This block belongs to another request by now. "
 
@@ -65,6 +66,16 @@ class _End(NamedTuple):
     stop: str | int | None = None
 
 
+def _next_token(model: Continuation, sampling: Sampling, count: int) -> int:
+    """The token after `count - 1` others. A form ends the output by itself, whatever min_tokens and ignore_eos say."""
+    if not sampling.form:
+        return model.next_token(may_end=count > sampling.min_tokens and not sampling.ignores_eos)
+    if count > len(sampling.form):
+        return END_OF_TEXT
+    token = sampling.form[count - 1]
+    return model.next_token(may_end=False) if token == WORD else model.take(token)
+
+
 class Engine:
     """One engine. `start` and `close` it, or use `run_stand_in`, which puts it behind HTTP."""
 
@@ -88,7 +99,8 @@ class Engine:
         has_connector = role is not KvRole.NONE
         self._side_channel = SideChannel(self) if has_connector else None
         self._transfers = Transfers(settings, self.clock, self.metrics.nixl) if has_connector else None
-        self._side_channel_port = 0
+        self.side_channel_port = 0
+        """Where it listens once it has started."""
         self._watchers: set[asyncio.Event] = set()
         self._scheduler = Scheduler(self.pool, max_num_seqs=settings.max_num_seqs, on_change=self._changed)
         self._runs: dict[asyncio.Task[None], Outputs] = {}
@@ -102,7 +114,7 @@ class Engine:
         """Open the side channel."""
         if self._side_channel is not None:
             host, port = self.settings.side_channel_host, self.settings.side_channel_port
-            self._side_channel_port = await self._side_channel.start(host, port)
+            self.side_channel_port = await self._side_channel.start(host, port)
 
     async def close(self) -> None:
         """Stop everything."""
@@ -111,6 +123,8 @@ class Engine:
             task.cancel()
         if tasks:
             await asyncio.wait(tasks)
+        if self._transfers is not None:
+            self._transfers.close()
         if self._side_channel is not None:
             await self._side_channel.close()
 
@@ -135,6 +149,11 @@ class Engine:
     def is_busy(self) -> bool:
         """Whether requests or transfers are under way."""
         return bool(self._runs) or any(task is not self._reaper for task in self._tasks)
+
+    @property
+    def num_tasks(self) -> int:
+        """Requests and transfers under way."""
+        return len(self._runs) + sum(task is not self._reaper for task in self._tasks)
 
     @property
     def num_running(self) -> int:
@@ -189,6 +208,16 @@ class Engine:
             self.kill(str(fault))
         else:
             self._spawn(self._transfers.give_notice(*target))
+
+    @contextlib.contextmanager
+    def without_blocks(self) -> Iterator[None]:
+        """Own all free blocks, as other requests would."""
+        blocks = self.pool.try_allocate(self.pool.num_free * self.pool.block_size) or []
+        try:
+            yield
+        finally:
+            self.pool.release(blocks)
+            self._scheduler.schedule()
 
     def let_lapse(self, request_id: str) -> None:
         """End a lease now and have another request's content in its blocks, as after time and traffic. Raises KeyError."""
@@ -254,10 +283,15 @@ class Engine:
     async def _prefill(self, sequence: Sequence) -> list[int]:
         """Have KV for all tokens in the blocks; what they then contain."""
         plan = sequence.plan
+        if sequence.job.comes_late_s:
+            await self.clock.sleep(sequence.job.comes_late_s)
         if isinstance(plan, Pull):
             assert self._transfers is not None
             async with self._transfers.heartbeats(plan):
                 await self._scheduler.admit(sequence)
+                if sequence.job.never_loads:
+                    self._scheduler.enter(sequence, Stage.LOADING)
+                    await asyncio.get_running_loop().create_future()
                 await self._load(sequence, plan)
         else:
             await self._scheduler.admit(sequence)
@@ -283,7 +317,7 @@ class Engine:
         last_s: float | None = None
         for count in range(1, sampling.max_tokens + 1):
             may_stop = count > sampling.min_tokens
-            token = model.next_token(may_end=may_stop and not sampling.ignores_eos)
+            token = _next_token(model, sampling, count)
             end = self._end_of(sequence, token, count, may_stop=may_stop)
             is_shown = end.stop is None or sampling.includes_stop
             piece, stop = text.add((token,) if is_shown else (), is_last=end.reason is not None, may_stop=may_stop)
@@ -342,7 +376,7 @@ class Engine:
             engine_id=self.engine_id,
             request_id=sequence.request_id,
             host=self.settings.side_channel_host,
-            port=self._side_channel_port,
+            port=self.side_channel_port,
             num_tokens=len(sequence.tokens),
             num_cached=sequence.num_cached if num_generated == 1 else None,
         )

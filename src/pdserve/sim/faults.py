@@ -1,173 +1,127 @@
-"""The ways in which a stand-in can be told to fail: a table of small values, each of which changes one step of a request.
+"""The faults by name, and what shall go wrong with the requests to come.
 
-A new fault is a new class with the steps that it changes and a line in FAULTS. What vLLM does by itself when it is treated
-badly (stale handoffs, half handoffs, dead cores) needs no fault: see handoff.py and engine.py.
+A new fault is a new class, in engine_faults.py or wire_faults.py, with the steps that it changes and a line in FAULTS.
 """
 
 from __future__ import annotations
 
-import asyncio
+import random
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from pdserve.errors import ConfigError
-from pdserve.sim.request import Refused
-from pdserve.sim.wire import BreakingWire, GarbageWire, SlowWire
+from pdserve.sim.engine_faults import (
+    AnswerWithoutHandoff,
+    ComeLate,
+    DieAfterAnswer,
+    ErrorAfter,
+    ErrorStatus,
+    HalfHandoff,
+    IgnoreHandoff,
+    KillCore,
+    NeverAnswer,
+    NeverLoad,
+    RefuseHandshake,
+    RestartAfterAnswer,
+    Stale,
+    StallAfter,
+)
+from pdserve.sim.fault import Fault, Victim
+from pdserve.sim.wire_faults import (
+    AnswerInstead,
+    BreakOffAfter,
+    Die,
+    EndWithoutDone,
+    FalseChunks,
+    GarbageSse,
+    HalfCloseAfter,
+    HalfCloseInLength,
+    HeadOnly,
+    LongLength,
+    NoHttp,
+    ResetAfter,
+    Restart,
+    ShortLength,
+    Slow,
+    TruncateAfter,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from pdserve.http.server import Response
-    from pdserve.sim.engine import Engine
-    from pdserve.sim.handoff import Params
-    from pdserve.sim.wire import Wire
-
-_GARBAGE = b'data: {"id": "cmpl-, nonsense\xff\n\n'
-
-
-class Victim(Protocol):
-    """What a fault may touch besides the request itself."""
-
-    engine: Engine
-
-    def die(self) -> None:
-        """Close every socket at once, as a killed process does."""
-
-
-@dataclass(frozen=True, slots=True)
-class Fault:
-    """Changes nothing; every fault overrides the steps that it is about."""
-
-    async def before_admission(self) -> None:
-        """Before the engine hears of the request. May raise Refused."""
-
-    def change_params(self, params: Params | None) -> Params | None:
-        """What the engine is told of `kv_transfer_params`."""
-        return params
-
-    def change_handoff(self, handoff: Params, victim: Victim) -> Params | None:
-        """What the client is told of the handoff."""
-        del victim
-        return handoff
-
-    def wrap(self, wire: Wire, response: Response, victim: Victim) -> Wire:
-        """What the answer is written to."""
-        del response, victim
-        return wire
-
-
-@dataclass(frozen=True, slots=True)
-class AnswerWithoutHandoff(Fault):
-    """P prefills and keeps the blocks, but does not say where they are."""
-
-    def change_handoff(self, handoff: Params, victim: Victim) -> Params | None:
-        del handoff, victim
-        return None
-
-
-@dataclass(frozen=True, slots=True)
-class HalfHandoff(Fault):
-    """P's handoff lacks a key."""
-
-    key: str = "remote_port"
-
-    def change_handoff(self, handoff: Params, victim: Victim) -> Params | None:
-        del victim
-        return {key: value for key, value in handoff.items() if key != self.key}
-
-
-@dataclass(frozen=True, slots=True)
-class Stale(Fault):
-    """P's lease ends the moment it has answered, and another request's KV takes its place."""
-
-    def change_handoff(self, handoff: Params, victim: Victim) -> Params | None:
-        victim.engine.let_lapse(handoff["remote_request_id"])
-        return handoff
-
-
-@dataclass(frozen=True, slots=True)
-class IgnoreHandoff(Fault):
-    """D computes alone, and answers as if nothing were amiss."""
-
-    def change_params(self, params: Params | None) -> Params | None:
-        del params
-        return None
-
-
-@dataclass(frozen=True, slots=True)
-class NeverAnswer(Fault):
-    """Take the request, and no more."""
-
-    async def before_admission(self) -> None:
-        await asyncio.get_running_loop().create_future()
-
-
-@dataclass(frozen=True, slots=True)
-class ErrorStatus(Fault):
-    """Refuse before admission."""
-
-    status: int = 503
-
-    async def before_admission(self) -> None:
-        kind = "ServiceUnavailableError" if self.status == 503 else "InternalServerError"  # noqa: PLR2004
-        raise Refused(self.status, kind, "injected")
-
-
-@dataclass(frozen=True, slots=True)
-class BreakOffAfter(Fault):
-    """Reset the connection after so many pieces of the body; 0 is before the head."""
-
-    num_pieces: int = 0
-
-    def wrap(self, wire: Wire, response: Response, victim: Victim) -> Wire:
-        del victim
-        return BreakingWire(wire, self.num_pieces, response.abort)
-
-
-@dataclass(frozen=True, slots=True)
-class Die(Fault):
-    """The whole engine is gone after so many pieces of the body; 0 is before the head."""
-
-    num_pieces: int = 0
-
-    def wrap(self, wire: Wire, response: Response, victim: Victim) -> Wire:
-        del response
-        return BreakingWire(wire, self.num_pieces, victim.die)
-
-
-@dataclass(frozen=True, slots=True)
-class Slow(Fault):
-    """The body comes a byte at a time, with this long between two."""
-
-    byte_delay_s: float = 0.0
-
-    def wrap(self, wire: Wire, response: Response, victim: Victim) -> Wire:
-        del response
-        return SlowWire(wire, self.byte_delay_s, victim.engine.clock)
-
-
-@dataclass(frozen=True, slots=True)
-class GarbageSse(Fault):
-    """Something that is no event comes after so many events."""
-
-    num_pieces: int = 1
-
-    def wrap(self, wire: Wire, response: Response, victim: Victim) -> Wire:
-        del response, victim
-        return GarbageWire(wire, self.num_pieces, _GARBAGE)
-
+__all__ = [
+    "FAULTS",
+    "AnswerInstead",
+    "AnswerWithoutHandoff",
+    "BreakOffAfter",
+    "ComeLate",
+    "Die",
+    "DieAfterAnswer",
+    "EndWithoutDone",
+    "ErrorAfter",
+    "ErrorStatus",
+    "FalseChunks",
+    "Fault",
+    "Faults",
+    "GarbageSse",
+    "HalfCloseAfter",
+    "HalfCloseInLength",
+    "HalfHandoff",
+    "HeadOnly",
+    "IgnoreHandoff",
+    "KillCore",
+    "LongLength",
+    "NeverAnswer",
+    "NeverLoad",
+    "NoHttp",
+    "RefuseHandshake",
+    "ResetAfter",
+    "Restart",
+    "RestartAfterAnswer",
+    "ShortLength",
+    "Slow",
+    "Stale",
+    "StallAfter",
+    "TruncateAfter",
+    "Victim",
+    "parse_fault",
+]
 
 FAULTS: Mapping[str, tuple[Callable[..., Fault], type]] = {
+    # Handoff and transfer
     "answer_without_handoff": (AnswerWithoutHandoff, str),
     "half_handoff": (HalfHandoff, str),
     "stale": (Stale, str),
     "ignore_handoff": (IgnoreHandoff, str),
+    "refuse_handshake": (RefuseHandshake, str),
+    "never_load": (NeverLoad, str),
+    "come_late": (ComeLate, float),
+    # Engine
     "never_answer": (NeverAnswer, str),
     "error_status": (ErrorStatus, int),
-    "break_off_after": (BreakOffAfter, int),
+    "error_after": (ErrorAfter, int),
+    "stall_after": (StallAfter, int),
+    "kill_core": (KillCore, str),
     "die": (Die, int),
+    "die_after_answer": (DieAfterAnswer, str),
+    "restart": (Restart, int),
+    "restart_after_answer": (RestartAfterAnswer, str),
+    # Connection
+    "break_off_after": (BreakOffAfter, int),
+    "reset_after": (ResetAfter, int),
+    "half_close_after": (HalfCloseAfter, int),
+    "half_close_in_length": (HalfCloseInLength, str),
     "slow": (Slow, float),
+    "head_only": (HeadOnly, str),
+    # What the answer says
     "garbage_sse": (GarbageSse, int),
+    "truncate_after": (TruncateAfter, int),
+    "end_without_done": (EndWithoutDone, str),
+    "long_length": (LongLength, int),
+    "short_length": (ShortLength, int),
+    "false_chunks": (FalseChunks, str),
+    "no_http": (NoHttp, str),
+    "answer_instead": (AnswerInstead, str),
 }
 """By the name that the command line uses, with the type of the one value that may follow it."""
 
@@ -188,6 +142,16 @@ def parse_fault(text: str) -> Fault:
 class _Injection:
     fault: Fault
     num_left: int | None
+    share: float
+    chance: random.Random
+
+    def strikes(self) -> bool:
+        """Whether the next request suffers."""
+        if self.share < 1 and self.chance.random() >= self.share:
+            return False
+        if self.num_left is not None:
+            self.num_left -= 1
+        return True
 
 
 class Faults:
@@ -195,10 +159,17 @@ class Faults:
 
     def __init__(self) -> None:
         self._injections: list[_Injection] = []
+        self.num_struck = 0
+        """How often a fault was dealt out."""
 
-    def inject(self, fault: Fault, *, times: int | None = 1) -> None:
-        """Let the next so many completion and chat requests suffer a fault; None: all of them."""
-        self._injections.append(_Injection(fault, times))
+    def inject(self, fault: Fault, *, times: int | None = 1, share: float | None = None, seed: int = 0) -> None:
+        """Let the next so many generating requests suffer a fault; None: all of them.
+
+        With a share, each request to come suffers it with that probability, whatever `times` says.
+        """
+        chance = random.Random(seed)  # noqa: S311 - a run that can be repeated
+        num_left, share = (times, 1.0) if share is None else (None, share)
+        self._injections.append(_Injection(fault, num_left, share, chance))
 
     def clear(self) -> None:
         """Let nothing go wrong any more."""
@@ -206,9 +177,9 @@ class Faults:
 
     def take(self) -> list[Fault]:
         """The faults of one request."""
-        taken = [injection.fault for injection in self._injections]
-        for injection in self._injections:
-            if injection.num_left is not None:
-                injection.num_left -= 1
+        if not self._injections:
+            return []
+        taken = [injection.fault for injection in self._injections if injection.strikes()]
         self._injections = [injection for injection in self._injections if injection.num_left != 0]
+        self.num_struck += len(taken)
         return taken

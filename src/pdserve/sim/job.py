@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Self
 
 if TYPE_CHECKING:
+    from pdserve.sim.form import Form
     from pdserve.sim.handoff import Params
 
 
@@ -20,6 +21,8 @@ class Sampling:
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     includes_stop: bool = False
+    form: Form = ()
+    """What the output must look like; empty: the model is free."""
     salt: str = ""
     """Whatever makes one sample differ from another; empty is greedy."""
 
@@ -34,6 +37,10 @@ class Job:
     sampling: Sampling = Sampling()
     params: Params | None = None
     cache_salt: str | None = None
+    never_loads: bool = False
+    """Its KV never comes."""
+    comes_late_s: float = 0.0
+    """It waits so long before it is looked at, and P hears nothing meanwhile."""
 
 
 @dataclass(frozen=True, slots=True)

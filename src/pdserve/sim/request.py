@@ -7,43 +7,26 @@ Two steps, because they differ for P/D: what `read_*` refuses never got past pyd
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import msgspec
 
+from pdserve.sim.form import form_of_format, form_of_schema
 from pdserve.sim.job import Job, Sampling
-from pdserve.sim.tokens import VOCABULARY_SIZE, encode, render_chat
+from pdserve.sim.prompt import render
+from pdserve.sim.refusal import Refused, invalid, read_body
+from pdserve.sim.tokens import VOCABULARY_SIZE, encode
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from pdserve.sim.form import Form
     from pdserve.sim.settings import EngineSettings
 
 _MAX_LOGPROBS = 20
 _GREEDY_BELOW = 1e-5
 _Int64 = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
 _StopStrings = Annotated[list[str], msgspec.Meta(max_length=4)]
-
-
-class Refused(Exception):
-    """An answer that is an error, in vLLM's shape (entrypoints/serve/engine/protocol.py, ErrorResponse)."""
-
-    def __init__(self, status: int, kind: str, message: str, param: str | None = None) -> None:
-        super().__init__(message)
-        self.status = status
-        self.kind = kind
-        self.param = param
-
-    def body(self) -> dict[str, Any]:
-        """The error as JSON."""
-        return {"error": {"message": str(self), "type": self.kind, "param": self.param, "code": self.status}}
-
-
-def _invalid(message: str, param: str | None = None, **value: object) -> Refused:
-    """vLLM's VLLMValidationError appends what was wrong to its message."""
-    details = [f"parameter={param}"] if param else []
-    details += [f"value={item}" for item in value.values()]
-    return Refused(400, "BadRequestError", f"{message} ({', '.join(details)})" if details else message, param)
 
 
 class StreamOptions(msgspec.Struct):
@@ -74,6 +57,8 @@ class _Body(msgspec.Struct, kw_only=True):
     return_token_ids: bool | None = None
     cache_salt: str | None = None
     request_id: str | None = None
+    response_format: dict[str, Any] | None = None
+    priority: _Int64 = 0
     kv_transfer_params: dict[str, Any] | None = None
 
 
@@ -87,15 +72,33 @@ class CompletionBody(_Body, kw_only=True):
     suffix: str | None = None
 
 
+class Function(msgspec.Struct, omit_defaults=True):
+    """What a tool is called and takes."""
+
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(msgspec.Struct):
+    """One of `tools`."""
+
+    function: Function
+    type: Literal["function"] = "function"
+
+
 class ChatBody(_Body, kw_only=True):
     """`/v1/chat/completions`."""
 
     messages: list[dict[str, Any]]
+    add_generation_prompt: bool = True
+    tools: list[Tool] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: str | None = None
     max_completion_tokens: int | None = None
     logprobs: bool | None = False
     top_logprobs: int | None = 0
-    add_generation_prompt: bool = True
-    tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
 
 
@@ -106,6 +109,8 @@ class TokenizeBody(msgspec.Struct):
     prompt: str | None = None
     messages: list[dict[str, Any]] | None = None
     add_generation_prompt: bool = True
+    tools: list[Tool] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
     return_token_strs: bool | None = False
 
 
@@ -116,40 +121,14 @@ class DetokenizeBody(msgspec.Struct):
     model: str | None = None
 
 
-_T = TypeVar("_T", bound=msgspec.Struct)
-
-
-def read_body(body: bytes, content_type: bytes, kind: type[_T]) -> _T:
-    """Decode a body. Raises Refused."""
-    if content_type.lower().partition(b";")[0] != b"application/json":
-        raise _malformed("Unsupported Media Type: Only 'application/json' is allowed", None)
-    try:
-        value = msgspec.json.decode(body)
-    except (msgspec.DecodeError, UnicodeDecodeError) as exc:
-        raise _malformed(
-            f"{{'type': 'json_invalid', 'loc': 'body', 'msg': 'JSON decode error: {exc}'}}", "body"
-        ) from exc
-    try:
-        return msgspec.convert(value, kind, strict=False)  # pydantic takes "3" for a number as well.
-    except msgspec.ValidationError as exc:
-        message, _, path = str(exc).partition(" - at `$")
-        param = "body" + path.rstrip("`")
-        raise _malformed(f"{{'loc': '{param}', 'msg': '{message}'}}", param) from exc
-
-
-def _malformed(error: str, param: str | None) -> Refused:
-    """vLLM answers 400 where FastAPI's own answer would be 422 (exception_handling/handlers/validation.py)."""
-    return Refused(400, "Bad Request", f"1 validation error:\n  {error}", param)
-
-
 def read_completion(body: bytes, content_type: bytes) -> CompletionBody:
     """A completion request. Raises Refused."""
     request = read_body(body, content_type, CompletionBody)
     _check_fields(request)
     if request.logprobs is not None and request.logprobs < -1:
-        raise _invalid("`logprobs` must be a positive value or -1.", "logprobs", value=request.logprobs)
+        raise invalid("`logprobs` must be a positive value or -1.", "logprobs", value=request.logprobs)
     if request.prompt is None or request.prompt == "":
-        raise _invalid("Either prompt or prompt_embeds must be provided and non-empty.", "prompt")
+        raise invalid("Either prompt or prompt_embeds must be provided and non-empty.", "prompt")
     return request
 
 
@@ -158,19 +137,45 @@ def read_chat(body: bytes, content_type: bytes) -> ChatBody:
     request = read_body(body, content_type, ChatBody)
     _check_fields(request)
     if request.top_logprobs and not request.logprobs:
-        raise _invalid("when using `top_logprobs`, `logprobs` must be set to true.", "top_logprobs")
+        raise invalid("when using `top_logprobs`, `logprobs` must be set to true.", "top_logprobs")
     if request.tools == []:
-        raise _invalid(
+        raise invalid(
             "`tools` must not be an empty array. Either provide at least one tool or omit the field entirely.", "tools"
         )
+    check_tool_choice(request.tool_choice, request.tools)
     return request
+
+
+def check_tool_choice(choice: str | dict[str, Any] | None, tools: list[Tool] | None) -> None:
+    """As ChatCompletionRequest checks it (check_tool_usage). Raises Refused."""
+    if choice in {None, "none"} if not isinstance(choice, dict) else False:
+        return
+    if not tools:
+        raise invalid("When using `tool_choice`, `tools` must be set.", "tool_choice")
+    if isinstance(choice, dict):
+        if tool_named(choice, tools) is None:
+            raise invalid(
+                "The tool specified in `tool_choice` does not match any of the specified `tools`", "tool_choice"
+            )
+    elif choice not in {"auto", "required"}:
+        raise invalid(
+            f'Invalid value for `tool_choice`: {choice}! Only named tools, "none", "auto" or "required" are supported.',
+            "tool_choice",
+        )
+
+
+def tool_named(choice: dict[str, Any], tools: Sequence[Tool]) -> Tool | None:
+    """The tool that a choice names; None: there is none of that name."""
+    function = choice.get("function")
+    name = function.get("name") if isinstance(function, dict) else None
+    return next((tool for tool in tools if tool.function.name == name), None)
 
 
 def _check_fields(request: _Body) -> None:
     if request.stream_options is not None and not request.stream:
-        raise _invalid("Stream options can only be defined when `stream=True`.", "stream_options")
+        raise invalid("Stream options can only be defined when `stream=True`.", "stream_options")
     if request.stream and request.prompt_logprobs:
-        raise _invalid("`prompt_logprobs` are not available when `stream=True`.", "prompt_logprobs")
+        raise invalid("`prompt_logprobs` are not available when `stream=True`.", "prompt_logprobs")
 
 
 def check_model(name: str | None, settings: EngineSettings) -> None:
@@ -180,9 +185,24 @@ def check_model(name: str | None, settings: EngineSettings) -> None:
         raise Refused(404, "NotFoundError", message, "model")
 
 
+@dataclass(frozen=True, slots=True)
+class ToolUse:
+    """The output is a tool call."""
+
+    name: str
+    is_named: bool
+    """The client named it: chat then ends with `stop` and not with `tool_calls`."""
+    is_tagged: bool
+    """The model marks its calls."""
+
+    def is_call(self, finish_reason: str | None) -> bool:
+        """Whether an output is one: where the client named the tool and nothing marks the call, anything is."""
+        return finish_reason == "stop" or (self.is_named and not self.is_tagged)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Call:
-    """A request that can be run: what both APIs come down to."""
+    """A request that can be run: what all APIs come down to."""
 
     is_chat: bool
     request_id: str
@@ -198,27 +218,30 @@ class Call:
     returns_token_ids: bool
     includes_usage: bool
     has_continuous_usage: bool
+    tool_use: ToolUse | None = None
 
 
 def prepare_completion(body: CompletionBody, request_id: str, settings: EngineSettings) -> Call:
     """Raises Refused."""
     if body.stream and body.use_beam_search:
-        raise _invalid("Streaming is not currently supported with beam search")
+        raise invalid("Streaming is not currently supported with beam search")
     check_model(body.model, settings)
     if body.suffix:
         message = "suffix is only supported for models with FIM completion rendering"
         raise Refused(400, "BadRequestError", message, "suffix")
     _check_num_logprobs(body.logprobs, "logprobs")
     prompt_logprobs = body.logprobs if body.prompt_logprobs is None and body.echo else body.prompt_logprobs
+    request_id = f"cmpl-{request_id}"
     return _prepare(
         body,
         is_chat=False,
-        request_id=f"cmpl-{request_id}",
-        prompts=_prompts_of(body.prompt),
+        request_id=request_id,
+        prompts=[(f"{request_id}-{index}", prompt) for index, prompt in enumerate(_prompts_of(body.prompt))],
         max_tokens=16 if body.max_tokens is None else body.max_tokens,
         echoes=bool(body.echo),
         num_logprobs=body.logprobs,
         num_prompt_logprobs=prompt_logprobs,
+        form=form_of_format(body.response_format),
         settings=settings,
     )
 
@@ -226,22 +249,55 @@ def prepare_completion(body: CompletionBody, request_id: str, settings: EngineSe
 def prepare_chat(body: ChatBody, request_id: str, settings: EngineSettings) -> Call:
     """Raises Refused."""
     check_model(body.model, settings)
-    if body.tools and body.tool_choice in {None, "auto"}:
-        raise _invalid('"auto" tool choice requires --enable-auto-tool-choice and --tool-call-parser to be set')
+    if not settings.enable_auto_tool_choice:
+        _refuse_tools(body)
     _check_num_logprobs(body.top_logprobs, "top_logprobs")
+    request_id = f"chatcmpl-{request_id}"
+    return prepare_conversation(body, request_id, request_id, settings)
+
+
+def prepare_conversation(body: ChatBody, request_id: str, job_id: str, settings: EngineSettings) -> Call:
+    """What chat, messages and responses have in common. Raises Refused."""
     max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
-    text = render_messages(body.messages, add_generation_prompt=body.add_generation_prompt)
+    tool = _forced_tool(body) if settings.enable_auto_tool_choice else None
     return _prepare(
         body,
         is_chat=True,
-        request_id=f"chatcmpl-{request_id}",
-        prompts=(tuple(encode(text)),),
+        request_id=request_id,
+        prompts=[(job_id, tuple(encode(render_messages(body))))],
         max_tokens=settings.max_model_len if max_tokens is None else max_tokens,
         echoes=False,
         num_logprobs=(body.top_logprobs or 0) if body.logprobs else None,
         num_prompt_logprobs=body.prompt_logprobs,
+        form=form_of_schema(tool.function.parameters or {}) if tool else form_of_format(body.response_format),
+        tool_use=None if tool is None else _use(tool, body.tool_choice, settings),
         settings=settings,
     )
+
+
+def _use(tool: Tool, choice: object, settings: EngineSettings) -> ToolUse:
+    is_named = isinstance(choice, dict)
+    return ToolUse(tool.function.name, is_named=is_named, is_tagged=settings.has_tagged_tool_calls)
+
+
+def _refuse_tools(body: ChatBody) -> None:
+    """Without a tool parser (renderers/online_renderer.py, render_chat)."""
+    choice = body.tool_choice
+    if isinstance(choice, dict):
+        name = choice["function"]["name"]
+        raise invalid(f'tool_choice=function "{name}" requires --tool-call-parser to be set')
+    if choice == "required":
+        raise invalid('tool_choice="required" requires --tool-call-parser to be set')
+    if choice == "auto" or (choice is None and body.tools):
+        raise invalid('"auto" tool choice requires --enable-auto-tool-choice and --tool-call-parser to be set')
+
+
+def _forced_tool(body: ChatBody) -> Tool | None:
+    if not body.tools:
+        return None
+    if isinstance(body.tool_choice, dict):
+        return tool_named(body.tool_choice, body.tools)
+    return body.tools[0] if body.tool_choice == "required" else None
 
 
 def _prepare(
@@ -249,32 +305,36 @@ def _prepare(
     *,
     is_chat: bool,
     request_id: str,
-    prompts: tuple[tuple[int, ...], ...],
+    prompts: Sequence[tuple[str, tuple[int, ...]]],
     max_tokens: int,
     echoes: bool,
     num_logprobs: int | None,
     num_prompt_logprobs: int | None,
+    form: Form,
     settings: EngineSettings,
+    tool_use: ToolUse | None = None,
 ) -> Call:
+    """`prompts` are the engine's request ids and what to go on from."""
     n = 1 if body.n is None else body.n
     if n < 1:
-        raise _invalid(f"n must be at least 1, got {n}.")
+        raise invalid(f"n must be at least 1, got {n}.")
     jobs = tuple(
         Job(
-            request_id=_job_id(request_id, index, choice, is_chat=is_chat, n=n),
+            # Several choices are children of one request (v1/engine/parallel_sampling.py).
+            request_id=job_id if n == 1 else f"{choice}_{job_id}",
             prompt=prompt,
-            sampling=_sampling_of(body, _room_for(prompt, max_tokens, settings), choice, n),
+            sampling=_sampling_of(body, _room_for(prompt, max_tokens, settings), choice, n, form),
             params=dict(body.kv_transfer_params) if body.kv_transfer_params else None,
             cache_salt=body.cache_salt,
         )
-        for index, prompt in enumerate(prompts)
+        for job_id, prompt in prompts
         for choice in range(n)
     )
     options = body.stream_options or StreamOptions()
     return Call(
         is_chat=is_chat,
         request_id=request_id,
-        prompts=prompts,
+        prompts=tuple(prompt for _, prompt in prompts),
         n=n,
         jobs=jobs,
         echoes=echoes,
@@ -283,19 +343,14 @@ def _prepare(
         returns_token_ids=bool(body.return_token_ids),
         includes_usage=bool(options.include_usage),
         has_continuous_usage=bool(options.include_usage and options.continuous_usage_stats),
+        tool_use=tool_use,
     )
-
-
-def _job_id(request_id: str, index: int, choice: int, *, is_chat: bool, n: int) -> str:
-    """Completions number their prompts; several choices are children (v1/engine/parallel_sampling.py)."""
-    name = request_id if is_chat else f"{request_id}-{index}"
-    return name if n == 1 else f"{choice}_{name}"
 
 
 def _room_for(prompt: Sequence[int], max_tokens: int, settings: EngineSettings) -> int:
     length, limit = len(prompt), settings.max_model_len
     if length > limit:
-        raise _invalid(
+        raise invalid(
             f"This model's maximum context length is {limit} tokens. However, your prompt contains {length} input tokens, "
             "which exceeds this limit even without any output tokens. Please reduce the length of the input prompt.",
             "input_tokens",
@@ -303,23 +358,23 @@ def _room_for(prompt: Sequence[int], max_tokens: int, settings: EngineSettings) 
         )
     room = min(max_tokens, limit - length)
     if room < 1:
-        raise _invalid(f"max_tokens must be at least 1, got {room}.", "max_tokens", value=room)
+        raise invalid(f"max_tokens must be at least 1, got {room}.", "max_tokens", value=room)
     return room
 
 
-def _sampling_of(body: _Body, max_tokens: int, choice: int, n: int) -> Sampling:
+def _sampling_of(body: _Body, max_tokens: int, choice: int, n: int, form: Form) -> Sampling:
     """As SamplingParams checks them, in its words (vllm/sampling_params.py)."""
     temperature = 1.0 if body.temperature is None else body.temperature
     is_greedy = temperature < _GREEDY_BELOW and not body.use_beam_search
     _check_sampling(body, temperature)
     if body.min_tokens > max_tokens:
         message = f"min_tokens must be less than or equal to max_tokens={max_tokens}, got {body.min_tokens}."
-        raise _invalid(message)
+        raise invalid(message)
     if n > 1 and is_greedy:
-        raise _invalid(f"n must be 1 when using greedy sampling, got {n}.")
+        raise invalid(f"n must be 1 when using greedy sampling, got {n}.")
     stop = [body.stop] if isinstance(body.stop, str) else body.stop or []
     if "" in stop:
-        raise _invalid("stop cannot contain an empty string.")
+        raise invalid("stop cannot contain an empty string.")
     return Sampling(
         max_tokens=max_tokens,
         min_tokens=body.min_tokens,
@@ -327,30 +382,39 @@ def _sampling_of(body: _Body, max_tokens: int, choice: int, n: int) -> Sampling:
         stop=tuple(stop),
         stop_token_ids=tuple(body.stop_token_ids or ()),
         includes_stop=body.include_stop_str_in_output,
-        salt="" if is_greedy else f"{body.seed or 0}/{choice}",
+        form=form,
+        salt="" if is_greedy else _salt_of(body.seed, choice),
     )
+
+
+def _salt_of(seed: int | None, choice: int) -> str:
+    """Choice j of a seeded request is what seed + j gives alone (v1/engine/parallel_sampling.py).
+
+    Without a seed vLLM's samples differ from run to run; here only a request's choices differ, so that tests can compare.
+    """
+    return f"choice {choice}" if seed is None else f"seed {seed + choice}"
 
 
 def _check_sampling(body: _Body, temperature: float) -> None:
     if temperature < 0:
-        raise _invalid(f"temperature must be non-negative, got {temperature}.", "temperature", value=temperature)
+        raise invalid(f"temperature must be non-negative, got {temperature}.", "temperature", value=temperature)
     if body.top_p is not None and not 0 < body.top_p <= 1:
-        raise _invalid(f"top_p must be in (0, 1], got {body.top_p}.", "top_p", value=body.top_p)
+        raise invalid(f"top_p must be in (0, 1], got {body.top_p}.", "top_p", value=body.top_p)
     if body.min_tokens < 0:
-        raise _invalid(f"min_tokens must be greater than or equal to 0, got {body.min_tokens}.")
+        raise invalid(f"min_tokens must be greater than or equal to 0, got {body.min_tokens}.")
 
 
 def _check_num_logprobs(count: int | None, param: str) -> None:
     if count is not None and count > _MAX_LOGPROBS:
         message = f"Requested sample logprobs of {count}, which is greater than max allowed: {_MAX_LOGPROBS}"
-        raise _invalid(message, param, value=count)
+        raise invalid(message, param, value=count)
 
 
 def _prompts_of(prompt: str | list[int | str | list[int]] | None) -> tuple[tuple[int, ...], ...]:
     if isinstance(prompt, str):
         return (tuple(encode(prompt)),)
     if not prompt:
-        raise _invalid("You must pass at least one prompt")
+        raise invalid("You must pass at least one prompt")
     numbers = [item for item in prompt if isinstance(item, int)]
     if numbers:
         return (_known_tokens(numbers),)
@@ -361,19 +425,16 @@ def _prompts_of(prompt: str | list[int | str | list[int]] | None) -> tuple[tuple
 def _known_tokens(tokens: list[int]) -> tuple[int, ...]:
     for token in tokens:
         if not 0 <= token < VOCABULARY_SIZE:
-            raise _invalid(f"Token id {token} is out of vocabulary")
+            raise invalid(f"Token id {token} is out of vocabulary")
     return tuple(tokens)
 
 
-def render_messages(messages: Sequence[dict[str, Any]], *, add_generation_prompt: bool) -> str:
+def render_messages(body: ChatBody | TokenizeBody) -> str:
     """A conversation as a prompt. Raises Refused."""
-    if not messages:
-        raise _invalid("Cannot apply chat template to an empty conversation. Provide at least one message.")
-    turns = [(str(message.get("role", "user")), _text_of(message.get("content"))) for message in messages]
-    return render_chat(turns, add_generation_prompt=add_generation_prompt)
-
-
-def _text_of(content: Any) -> str:
-    if isinstance(content, list):
-        return "".join(str(part.get("text", "")) for part in content if isinstance(part, dict))
-    return "" if content is None else str(content)
+    if not body.messages:
+        raise invalid("Cannot apply chat template to an empty conversation. Provide at least one message.")
+    arguments = dict(body.chat_template_kwargs or {})
+    if isinstance(body, ChatBody) and body.reasoning_effort is not None:
+        arguments["reasoning_effort"] = body.reasoning_effort
+    tools = [msgspec.to_builtins(tool) for tool in body.tools or ()]
+    return render(body.messages, tools=tools, arguments=arguments, add_generation_prompt=body.add_generation_prompt)

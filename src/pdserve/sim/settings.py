@@ -2,9 +2,18 @@
 
 from __future__ import annotations
 
+import enum
 from dataclasses import dataclass
 
 from pdserve.errors import ConfigError
+
+
+class Task(enum.StrEnum):
+    """What kind of model it is, and so which paths it has."""
+
+    GENERATE = "generate"
+    EMBED = "embed"
+    SCORE = "score"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,6 +44,15 @@ class EngineSettings:
     enable_prompt_tokens_details: bool = True
     keep_alive_on_engine_death: bool = False
     """VLLM_KEEP_ALIVE_ON_ENGINE_DEATH: go on answering 500, instead of ending with the first one."""
+    enable_auto_tool_choice: bool = True
+    """--enable-auto-tool-choice with a --tool-call-parser: without them chat refuses tools, and responses write plain text."""
+    has_tagged_tool_calls: bool = True
+    """The parser's model marks its calls, as Hermes and Qwen do. Others write bare JSON: see MessagesAnswer."""
+    enable_responses_store: bool = False
+    """VLLM_ENABLE_RESPONSES_API_STORE: responses can be asked for later and go on from one another."""
+    max_num_queued_reqs: int | None = None
+    """Requests under way beyond which new ones get 503."""
+    task: Task = Task.GENERATE
     eos_one_in: int = 0
     """The model ends by itself at one token in so many; 0: never."""
     timing: Timing = Timing()

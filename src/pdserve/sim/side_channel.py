@@ -128,6 +128,17 @@ class Peer:
         self._reader = reader
         self._writer = writer
         self._timeout_s = timeout_s
+        self._owes_answer = False
+        """Asked and not answered, also when the asker has given up: the next answer would be the last one's."""
+
+    @property
+    def is_usable(self) -> bool:
+        """Whether another question can be asked."""
+        return not self._owes_answer and not self._reader.at_eof() and not self._writer.is_closing()
+
+    def close(self) -> None:
+        """Hang up."""
+        self._writer.close()
 
     async def check(self, engine_id: str | None) -> None:
         """The handshake: is it the engine that it is said to be? Raises TransferFailed."""
@@ -135,9 +146,9 @@ class Peer:
             raise TransferFailed(f"no engine is called {engine_id!r}")
         await self._ask(_Question(engine_id=engine_id))
 
-    async def read_blocks(self, block_ids: Collection[int]) -> list[list[int]]:
-        """What stands in the engine's blocks. Raises TransferFailed."""
-        answer = await self._ask(_Question(read=list(block_ids)))
+    async def read_blocks(self, engine_id: str | None, block_ids: Collection[int]) -> list[list[int]]:
+        """What stands in the engine's blocks, if it is still the same one. Raises TransferFailed."""
+        answer = await self._ask(_Question(engine_id=engine_id, read=list(block_ids)))
         if answer.blocks is None or len(answer.blocks) != len(block_ids):
             raise TransferFailed("the answer holds other blocks than were asked for")
         return answer.blocks
@@ -153,23 +164,56 @@ class Peer:
     async def _ask(self, question: _Question) -> _Answer:
         with _failures():
             async with asyncio.timeout(self._timeout_s):
+                self._owes_answer = True
                 self._writer.write(_encode(question) + b"\n")
                 answer = _decode_answer(await self._reader.readline())
+                self._owes_answer = False
         if answer.error is not None:
             raise TransferFailed(answer.error)
         return answer
 
 
-@contextlib.asynccontextmanager
-async def connected(host: str, port: int, *, timeout_s: float) -> AsyncIterator[Peer]:
-    """A connection to an engine's side channel; `timeout_s` is for each answer. Raises TransferFailed."""
-    with _failures():
-        async with asyncio.timeout(timeout_s):
-            reader, writer = await asyncio.open_connection(host, port, limit=_MAX_LINE_BYTES)
-    try:
-        yield Peer(reader, writer, timeout_s=timeout_s)
-    finally:
-        writer.close()
+class Peers:
+    """Connections to other engines' side channels, kept for the next use, as NIXL keeps its agents."""
+
+    def __init__(self, *, timeout_s: float) -> None:
+        self._timeout_s = timeout_s
+        """For connecting, and for each answer."""
+        self._idle: dict[tuple[str, int], list[Peer]] = {}
+
+    @contextlib.asynccontextmanager
+    async def connected(self, host: str, port: int) -> AsyncIterator[Peer]:
+        """A connection that nobody else uses meanwhile. Raises TransferFailed."""
+        peer = self._take_idle(host, port) or await self._connect(host, port)
+        try:
+            yield peer
+        finally:
+            if peer.is_usable:
+                self._idle.setdefault((host, port), []).append(peer)
+            else:
+                peer.close()
+
+    def close(self) -> None:
+        """Hang up on everybody."""
+        for peers in self._idle.values():
+            for peer in peers:
+                peer.close()
+        self._idle.clear()
+
+    def _take_idle(self, host: str, port: int) -> Peer | None:
+        peers = self._idle.get((host, port))
+        while peers:
+            peer = peers.pop()
+            if peer.is_usable:
+                return peer
+            peer.close()
+        return None
+
+    async def _connect(self, host: str, port: int) -> Peer:
+        with _failures():
+            async with asyncio.timeout(self._timeout_s):
+                reader, writer = await asyncio.open_connection(host, port, limit=_MAX_LINE_BYTES)
+        return Peer(reader, writer, timeout_s=self._timeout_s)
 
 
 @contextlib.contextmanager

@@ -131,6 +131,11 @@ class Continuation:
         self._add(token)
         return token
 
+    def take(self, token: int) -> int:
+        """A token that the model had no choice about."""
+        self._add(token)
+        return token
+
     def _add(self, token: int) -> None:
         self._hash.update(token.to_bytes(4, "big", signed=True))  # KV memory that nobody wrote counts as well.
 

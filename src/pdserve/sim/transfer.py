@@ -7,12 +7,11 @@ import contextlib
 import logging
 from typing import TYPE_CHECKING
 
-from pdserve.sim import side_channel
 from pdserve.sim.handoff import Pull, tail_of
-from pdserve.sim.side_channel import TransferFailed
+from pdserve.sim.side_channel import Peers, TransferFailed
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Collection, Sequence
+    from collections.abc import AsyncIterator, Sequence
 
     from pdserve.sim.blocks import Block
     from pdserve.sim.clock import Clock
@@ -38,12 +37,17 @@ class Transfers:
         self._clock = clock
         self._metrics = metrics
         self._known_engines: set[str | None] = set()
+        self._peers = Peers(timeout_s=settings.handshake_timeout_s)
+
+    def close(self) -> None:
+        """Hang up on everybody."""
+        self._peers.close()
 
     async def pull(self, plan: Pull, blocks: Sequence[Block]) -> None:
         """Fill blocks with P's. Raises TransferFailed and CoreFault."""
         try:
             async with self._shaken_hands(plan) as peer:
-                await self._copy(peer, tail_of(plan.block_ids, len(blocks)), blocks)
+                await self._copy(peer, plan, blocks)
                 await self._notify(peer, plan.request_id)
         except TransferFailed:
             self._metrics.transfer_failed()
@@ -52,7 +56,7 @@ class Transfers:
     async def give_notice(self, host: str, port: int, request_id: str) -> None:
         """Tell P that a request's blocks may go. Never fails: P's lease ends by itself."""
         try:
-            async with side_channel.connected(host, port, timeout_s=self._settings.handshake_timeout_s) as peer:
+            async with self._peers.connected(host, port) as peer:
                 await self._notify(peer, request_id)
         except TransferFailed as exc:
             self._notice_failed(exc)
@@ -71,12 +75,11 @@ class Transfers:
             await asyncio.wait([task])
 
     async def _beat(self, plan: Pull) -> None:
-        timeout_s = self._settings.handshake_timeout_s
         interval_s = max(_MIN_BEAT_S, self._settings.kv_lease_duration_s / 6)  # A sixth: base_scheduler.py.
         while True:
             await self._clock.sleep(interval_s)
             with contextlib.suppress(TransferFailed):
-                async with side_channel.connected(plan.host, plan.port, timeout_s=timeout_s) as peer:
+                async with self._peers.connected(plan.host, plan.port) as peer:
                     await peer.extend_leases([plan.request_id])
 
     @contextlib.asynccontextmanager
@@ -86,23 +89,23 @@ class Transfers:
         started_s = self._clock.now_s()
         async with contextlib.AsyncExitStack() as stack:
             try:
-                peer = await stack.enter_async_context(
-                    side_channel.connected(plan.host, plan.port, timeout_s=timeout_s)
-                )
-                await peer.check(plan.engine_id)
+                peer = await stack.enter_async_context(self._peers.connected(plan.host, plan.port))
+                is_new = not isinstance(plan.engine_id, str) or plan.engine_id not in self._known_engines
+                if is_new:
+                    await peer.check(plan.engine_id)
             except TransferFailed:
                 # ZeroMQ does not tell a refused connection from a slow one: vLLM waits its time out all the same.
                 await self._clock.sleep(max(0.0, timeout_s - (self._clock.now_s() - started_s)))
                 raise
-            if plan.engine_id not in self._known_engines:
+            if is_new:
                 await self._clock.sleep(self._settings.timing.handshake_s)
                 self._known_engines.add(plan.engine_id)
             yield peer
 
-    async def _copy(self, peer: Peer, block_ids: Collection[int], blocks: Sequence[Block]) -> None:
+    async def _copy(self, peer: Peer, plan: Pull, blocks: Sequence[Block]) -> None:
         started_s = self._clock.now_s()
         await self._clock.sleep(self._settings.timing.transfer_s)
-        contents = await peer.read_blocks(block_ids)
+        contents = await peer.read_blocks(plan.engine_id, tail_of(plan.block_ids, len(blocks)))
         if any(len(tokens) != self._settings.block_size for tokens in contents):
             raise TransferFailed("the other engine has another block size")
         for block, tokens in zip(blocks, contents, strict=True):
