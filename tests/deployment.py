@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
 import subprocess
@@ -16,10 +17,18 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
     from pathlib import Path
 
+    from pdserve.config import ArgValue
     from pdserve.launch.state import DeploymentState
 
 READY_TIMEOUT_S = 240
 STOP_TIMEOUT_S = 60
+ENGINE_ARGS: Mapping[str, ArgValue] = {
+    # In bfloat16 the shape of a batch is enough to turn a near tie; in float32 two engines write the same text.
+    "dtype": "float32",
+    "enable-auto-tool-choice": True,
+    "tool-call-parser": "hermes",
+}
+"""What the tests' engines are given besides what pdserve gives them."""
 
 
 @dataclass(frozen=True)
@@ -87,7 +96,9 @@ def up(*arguments: str, env: Mapping[str, str]) -> Iterator[subprocess.Popen[byt
 def real_pair(state_dir: Path) -> Iterator[RealPair]:
     """1P1D of the default model."""
     env = isolated_env(state_dir)
-    with up("--name", "tests", env=env) as process:
+    config = state_dir / "tests.json"
+    config.write_text(json.dumps({"name": "tests", "engines": {"args": dict(ENGINE_ARGS)}}), encoding="utf-8")
+    with up("--config", str(config), env=env) as process:
         state = read_state(state_dir, "tests")
         assert state is not None
         yield RealPair(state, env, process)

@@ -101,6 +101,11 @@ class EngineProcess:
         """SIGSTOP to all of it: its sockets stay open and nobody reads them."""
         self._signal(signal.SIGSTOP)
 
+    def pause_core(self) -> None:
+        """SIGSTOP to what computes: the API server goes on, takes requests and calls itself healthy."""
+        assert self._main is not None
+        _send(signal.SIGSTOP, self._main.children(recursive=True))
+
     def resume(self) -> None:
         """SIGCONT to all of it."""
         self._signal(signal.SIGCONT)
@@ -124,9 +129,13 @@ class EngineProcess:
     def _signal(self, number: signal.Signals) -> None:
         assert self._main is not None
         with contextlib.suppress(psutil.NoSuchProcess):
-            for process in (self._main, *self._main.children(recursive=True)):
-                with contextlib.suppress(psutil.NoSuchProcess):
-                    process.send_signal(number)
+            _send(number, [self._main, *self._main.children(recursive=True)])
+
+
+def _send(number: signal.Signals, processes: Sequence[psutil.Process]) -> None:
+    for process in processes:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.send_signal(number)
 
 
 @contextlib.contextmanager

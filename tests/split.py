@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import httpx
+import msgspec
 
 from pdserve.config import Config, GatewayConfig, TimeoutsConfig
 from pdserve.core import EngineAddress, EngineName, Role
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 
 MODEL = "tiny"
 SETTINGS = EngineSettings(model=MODEL, max_model_len=2048, num_blocks=512)
-TIMEOUTS = TimeoutsConfig(connect=5.0, prefill=20.0, first_byte=20.0, silence=20.0, shutdown=5.0)
+TIMEOUTS = TimeoutsConfig(connect=5.0, prefill=20.0, first_byte=20.0, silence=20.0, shutdown=30.0)
 
 
 @dataclass(frozen=True)
@@ -65,6 +66,7 @@ async def split(
     decode_role: str = "kv_consumer",
     settings: EngineSettings = SETTINGS,
     timeouts: TimeoutsConfig = TIMEOUTS,
+    config: Config = Config(),  # noqa: B008 - frozen
     prefill_faults: Sequence[Fault] = (),
     decode_faults: Sequence[Fault] = (),
 ) -> AsyncIterator[Split]:
@@ -76,7 +78,7 @@ async def split(
             for engine in engines:
                 for fault in faults:
                     engine.faults.inject(fault, times=None)
-        config = Config(gateway=GatewayConfig(port=0, admin_port=0), timeouts=timeouts)
+        config = msgspec.structs.replace(config, gateway=GatewayConfig(port=0, admin_port=0), timeouts=timeouts)
         addresses = [
             EngineAddress(EngineName(f"{role}-{index}"), role, engine.url)
             for role, engines in ((Role.PREFILL, prefills), (Role.DECODE, decodes))

@@ -62,6 +62,8 @@ class Reason(enum.StrEnum):
     ENGINE_BROKE_OFF = "engine_broke_off"
     WRONG_CONTEXT = "wrong_context"
     """D counted other prompt tokens than P: the KV that it continued was not this prompt's."""
+    STALE_HANDOFF = "stale_handoff"
+    """D answered after P's lease, and P may have given the blocks to another request before D read them."""
     CLIENT_STALLED = "client_stalled"
     INTERNAL = "internal"
 

@@ -543,10 +543,11 @@ async def test_a_stream_that_falls_silent_is_given_up() -> None:
 
 
 async def test_a_whole_answer_that_breaks_off_is_an_error(pair: Split) -> None:
-    """Half an answer is none."""
-    pair.decode.faults.inject(BreakOffAfter(0))
+    """Half an answer is none, and neither is the one of a second try."""
+    pair.decode.faults.inject(BreakOffAfter(1), times=None)
     response = await pair.client.post("/v1/completions", json=_body())
     assert response.status_code == 502
+    pair.decode.faults.clear()
     await pair.settle()
     assert pair.prefill.num_held_blocks == 0
 

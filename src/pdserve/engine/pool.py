@@ -94,6 +94,9 @@ class Pair:
         self.first_handoff_s: float | None = None
         self.num_failures = 0
         """Handoffs in a row that failed on D since the last one that did not."""
+        self.is_doubted = False
+        """To be tried again beside its traffic."""
+        self.is_being_tried = False
         self.moved = asyncio.Event()
         """One of its engines came up or went down, or it must be tried again."""
 
@@ -116,7 +119,9 @@ class _Member:
         self.is_suspect = False
         """A leg could not reach it since it was last seen well."""
         self.may_be_another = False
-        """A connection ended without an answer: the process behind it may have been replaced."""
+        """It refused a connection: the process behind it may have been replaced."""
+        self.is_doubted = False
+        """A connection to it ended too early since it was last seen well."""
         self.is_draining = False
         self.was_tried = False
         """One of its pairs has been tried in its present life: another engine's restart takes no traffic from it."""
@@ -228,11 +233,21 @@ class EnginePool:
     def report_unreachable(self, name: EngineName, *, may_be_another: bool = False) -> None:
         """A leg could not reach the engine: send nothing more there until it has been looked at, which is now.
 
-        `may_be_another`: its connection ended, so that its pairs must be proven again.
+        `may_be_another`: it refused a connection, so that its pairs must be proven before they get traffic.
         """
         member = self._members[name]
         member.is_suspect = True
         member.may_be_another |= may_be_another
+        member.poked.set()
+
+    def report_broken(self, name: EngineName) -> None:
+        """A connection ended in the middle of a leg: look at the engine now, and prove its pairs again beside their traffic.
+
+        One that answers right after is the process that was there, since none starts so fast; and a connection may end for
+        many a reason, so that taking a D's traffic away would fail every request over a single one that broke.
+        """
+        member = self._members[name]
+        member.is_doubted = True
         member.poked.set()
 
     def report_success(self, name: EngineName, *, prefill: EngineName | None = None) -> None:
@@ -291,7 +306,9 @@ class EnginePool:
                 # Its name may mean another address by now.
                 member.allowed_hosts = await allowed_hosts_of(member.client.address, self._side_channel_hosts)
                 self._move(member, is_up=True)
-            member.is_suspect = False
+            elif member.is_doubted:
+                self._doubt_pairs(member)
+            member.is_suspect = member.is_doubted = False
         elif member.num_failures >= _FAILURES_UNTIL_DOWN:
             member.cause = cause
             if member.is_up:
@@ -316,6 +333,12 @@ class EnginePool:
         member.breaker.reset()
         self._untry(member)
 
+    def _doubt_pairs(self, member: _Member) -> None:
+        for pair in self.pairs:
+            if member.client.address in {pair.prefill, pair.decode}:
+                pair.is_doubted = True
+                pair.moved.set()
+
     def _untry(self, member: _Member) -> None:
         """What was proven of it is not sure any more."""
         if member.generation and member.is_up:
@@ -334,8 +357,10 @@ class EnginePool:
         retry_s = _RETRY_S
         while True:
             pair.moved.clear()
-            if all(side.is_up for side in sides) and pair.state is not PairState.PROVEN:
+            if all(side.is_up for side in sides) and (pair.is_doubted or pair.state is not PairState.PROVEN):
+                pair.is_doubted, pair.is_being_tried = False, True
                 await self._prove(pair, sides)
+                pair.is_being_tried = False
             is_final = pair.state in {PairState.UNTRIED, PairState.PROVEN}
             has_moved = await _wait(pair.moved, None if is_final else retry_s)
             retry_s = _RETRY_S if has_moved else min(retry_s * 2, _MAX_RETRY_S)

@@ -25,6 +25,7 @@ from pdserve.errors import (
     RequestError,
 )
 from pdserve.gateway.attempts import Attempts
+from pdserve.gateway.lease import LeaseWatch
 from pdserve.gateway.relay import Relay
 from pdserve.protocol import nixl, openai
 from pdserve.protocol.admin import HandoffRecord, Phases, RequestRecord
@@ -34,6 +35,7 @@ from pdserve.protocol.usage import UsageWatch, judge
 from pdserve.telemetry.metrics import ALONE, HANDOFFS_REFUSED, RETRIES
 
 if TYPE_CHECKING:
+    import asyncio
     from collections.abc import Sequence
 
     from pdserve.core import Decision, EngineAddress, EngineName, EngineSnapshot
@@ -69,6 +71,8 @@ class Exchange:
         self._evidence = _NOTHING_KNOWN
         self._watch: UsageWatch | None = None
         self._relay: Relay | None = None
+        self._lease: LeaseWatch | None = None
+        """Of the handoff that D has now."""
         self._phases = Phases()
         self._mark_s = call.received_at_s
         self._status: int | None = None
@@ -277,13 +281,14 @@ class Exchange:
                 self._send_decode(client, connection, relay)
                 answer = await self._outcome(client, relay)
             if answer is not None:
-                body = self._checked(client, watch, answer)
+                body = await self._checked(client, watch, answer)
         except EngineError as exc:
             if not self._may_decode_again(exc):
                 raise
             return False
         finally:
             relay.close()
+            self._close_lease()
         self._proxy.pool.report_success(client.address.name, prefill=self._prefill_name())
         if answer is None:
             self._finish_stream(watch)
@@ -308,6 +313,7 @@ class Exchange:
             loop=self._proxy.loop,
             client_headers=self._stream_starts,
             check_usage=lambda: self._wrong_context(client, watch),
+            check_lease=lambda: self._lease_check(client),
             first_byte_timeout_s=timeouts.first_byte if call.facts.is_stream else timeouts.whole_answer,
             silence_timeout_s=timeouts.silence,
             total_timeout_s=self._deadline_s - self._proxy.clock(),
@@ -325,6 +331,7 @@ class Exchange:
         client.send(connection, call.api, body, relay, request_id=request_id, headers=call.engine_headers)
         self._phases.handoff_s = (self._phases.handoff_s or 0.0) + self._lap()
         self._apply(Event.DECODE_SENT)
+        self._watch_lease()
 
     async def _outcome(self, client: EngineClient, relay: Relay) -> Answer | None:
         try:
@@ -338,10 +345,12 @@ class Exchange:
             raise error
         return answer
 
-    def _checked(self, client: EngineClient, watch: UsageWatch, answer: Answer) -> bytes:
+    async def _checked(self, client: EngineClient, watch: UsageWatch, answer: Answer) -> bytes:
         """A whole answer for the client. Raises EngineError for one that is none, or stands on a wrong context."""
         body = watch.edit_answer(answer.body)
         error = self._wrong_context(client, watch) or _not_an_answer(client, self._call.api, body)
+        if error is None and (check := self._lease_check(client)) is not None:
+            error = await check
         if error is None:
             return body
         self._decode_failed(client, error)
@@ -360,6 +369,40 @@ class Exchange:
             reason=Reason.WRONG_CONTEXT,
         )
 
+    def _watch_lease(self) -> None:
+        """From now on D may take its time, and P's lease runs."""
+        handoff, proxy, prefill = self._handoff, self._proxy, self._prefill_name()
+        if handoff is None or prefill is None:
+            return
+        # P's lease began a little before its answer came.
+        lease_s = proxy.timeouts.kv_lease - proxy.timeouts.kv_lease_margin / 2
+        self._lease = LeaseWatch(
+            proxy.expired_leases[prefill],
+            sure_for_s=lease_s - handoff.age_s(proxy.clock()),
+            clock=proxy.clock,
+            loop=proxy.loop,
+        )
+
+    def _close_lease(self) -> None:
+        if self._lease is not None:
+            self._lease.close()
+            self._lease = None
+
+    def _lease_check(self, client: EngineClient) -> asyncio.Task[EngineError | None] | None:
+        """What must be known before D's answer may go to the client; None: nothing."""
+        if self._lease is None or self._lease.is_sure:
+            return None
+        return self._proxy.loop.create_task(self._stale_read(client, self._lease))
+
+    async def _stale_read(self, client: EngineClient, lease: LeaseWatch) -> EngineError | None:
+        if await lease.is_kept():
+            return None
+        return EngineProtocolError(
+            "answered after P's lease had run out, so what it read there may have been another request's KV",
+            engine=str(client.address),
+            reason=Reason.STALE_HANDOFF,
+        )
+
     def _decode_failed(self, client: EngineClient, error: EngineError | ClientStalled | DeadlinePassed) -> None:
         """Book it: in the table, and against whoever may be at fault."""
         name, prefill = client.address.name, self._prefill_name()
@@ -375,7 +418,7 @@ class Exchange:
         self._attempts.decode_failed(name, prefill=prefill)
 
     def _is_gone(self, error: EngineError) -> bool:
-        """Whether the engine may be another process by now.
+        """Whether it was the engine that left, and not only this request that failed.
 
         A responses stream whose KV did not come just breaks off (vLLM 0.32, responses/serving.py): that engine is there.
         """
@@ -501,12 +544,13 @@ class Exchange:
 
     def _blame(self, engine: EngineAddress, error: EngineError) -> None:
         pool = self._proxy.pool
-        if self._is_gone(error):
-            pool.report_unreachable(engine.name, may_be_another=True)
-        elif not (isinstance(error, EngineStatus) and error.status in _BUSY_STATUSES):
-            pool.report_failure(engine.name, error.reason)
-            if isinstance(error, EngineTimeout | EngineUnreachable):
-                pool.report_unreachable(engine.name)
+        if isinstance(error, EngineStatus) and error.status in _BUSY_STATUSES:
+            return
+        pool.report_failure(engine.name, error.reason)
+        if isinstance(error, EngineTimeout):
+            pool.report_unreachable(engine.name)
+        elif isinstance(error, EngineUnreachable):
+            pool.report_broken(engine.name)
 
     def _prefill_name(self) -> EngineName | None:
         """The P whose handoff is or was in hand in this attempt."""

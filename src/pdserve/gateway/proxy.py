@@ -17,6 +17,7 @@ from pdserve.gateway.attempts import RetryBudget
 from pdserve.gateway.call import Call
 from pdserve.gateway.exchange import Exchange
 from pdserve.gateway.fanout import MAX_AT_ONCE, answer_parts
+from pdserve.gateway.lease import ExpiredLeases
 from pdserve.gateway.passthrough import find_response
 from pdserve.protocol import openai
 from pdserve.protocol.handoff import Event
@@ -68,6 +69,7 @@ class Proxy:
         self.loop = asyncio.get_running_loop()
         """Kept, because asking for the running loop is a system call."""
         self.admission = Admission(config.admission, loop=self.loop)
+        self.expired_leases = {name: ExpiredLeases(pool.client(name), clock=clock) for name in pool.names()}
         # Unique among gateways by the prefix, within this one by the number; uuid4 would ask the kernel each time.
         self._id_prefix = f"pd-{secrets.token_hex(8)}-"
         self._num_ids = itertools.count()

@@ -49,6 +49,7 @@ class Relay:
         loop: asyncio.AbstractEventLoop,
         client_headers: Callable[[], Headers],
         check_usage: Callable[[], EngineError | None],
+        check_lease: Callable[[], asyncio.Task[EngineError | None] | None],
         first_byte_timeout_s: float,
         silence_timeout_s: float,
         total_timeout_s: float,
@@ -63,6 +64,12 @@ class Relay:
         self._watch = watch
         self._check_usage = check_usage
         """Whether what D has counted so far speaks against its answer."""
+        self._check_lease = check_lease
+        """What is still to be found out before a stream's first byte may go; None: nothing."""
+        self._check: asyncio.Task[EngineError | None] | None = None
+        self._early: list[bytes] = []
+        """What came of the stream while that was found out."""
+        self._has_ended_early = False
         self._is_cut = False
         self._silence_timeout_s = silence_timeout_s
         self._error_marks = error_marks(api)
@@ -91,6 +98,8 @@ class Relay:
     def close(self) -> None:
         """Stop whatever is still going on; the engine sees its client gone unless the answer was whole."""
         self._timer.cancel()
+        if self._check is not None:
+            self._check.cancel()
         if not self.outcome.done():
             self.outcome.cancel()
         if self._connection is not None:
@@ -110,6 +119,9 @@ class Relay:
         if self._whole is not None:
             self._collect(data)
             return
+        if self._check is not None:
+            self._early.append(data)
+            return
         events = self._events.feed(data)
         if not look_sound(events):
             events = self._until_garbage(events)
@@ -128,6 +140,9 @@ class Relay:
     def on_end(self) -> None:
         self._connection = None
         if self.outcome.done():
+            return
+        if self._check is not None:
+            self._has_ended_early = True
             return
         if self._whole is not None:
             self._note_first_byte()
@@ -203,13 +218,46 @@ class Relay:
             if body is not None:
                 self._become_whole(body)
                 return b""
-            self._note_first_byte()
-            headers = [(b"content-type", content_type_of(self._headers)), (b"cache-control", b"no-cache")]
-            self._reply.start(_OK, headers + self._client_headers(), source=self)
-            rest = self._held + events[events.index(event) :]
-            self._held = b""
-            return rest
+            self._held += events[events.index(event) :]
+            check = self._check_lease()
+            if check is None:
+                return self._start()
+            self._wait_for(check)
+            return b""
         return b""
+
+    def _start(self) -> bytes:
+        """Send the head; gives what was held back."""
+        self._note_first_byte()
+        headers = [(b"content-type", content_type_of(self._headers)), (b"cache-control", b"no-cache")]
+        self._reply.start(_OK, headers + self._client_headers(), source=self)
+        held, self._held = self._held, b""
+        return held
+
+    def _wait_for(self, check: asyncio.Task[EngineError | None]) -> None:
+        self._check = check
+        if self._connection is not None:
+            self._connection.pause_reading()
+        check.add_done_callback(self._go_on)
+
+    def _go_on(self, check: asyncio.Task[EngineError | None]) -> None:
+        """The stream from its first event, or its end."""
+        if check.cancelled() or self.outcome.done():
+            return
+        error = check.result()
+        self._check = None
+        if error is not None:
+            self._fail(error)
+            return
+        self._tail = self._start()
+        self._reply.write(self._tail)
+        if self._connection is not None and not self._is_paused:
+            self._connection.resume_reading()
+        early, self._early = self._early, []
+        for data in early:
+            self.on_body(data)
+        if self._has_ended_early:
+            self.on_end()
 
     def _become_whole(self, error: bytes) -> None:
         """The stream told an error before anything else: its body is the answer, and names the status."""

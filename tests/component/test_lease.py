@@ -1,0 +1,174 @@
+"""A handoff that was young when it was sent and old when D came to it: never another request's text, never a needless retry."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import json
+import time
+from typing import TYPE_CHECKING, Any
+
+import httpx
+import pytest
+
+from pdserve.config import Config, RetriesConfig, TimeoutsConfig
+from pdserve.core import EngineAddress, EngineName, Role
+from pdserve.engine.scrape import parse_counters
+from pdserve.engine.transport import EngineClient
+from pdserve.gateway.lease import ExpiredLeases, LeaseWatch
+from pdserve.http.listener import Listener, bind
+from pdserve.launch.ports import any_free_port
+from pdserve.sim.faults import ComeLate
+from pdserve.sim.settings import Timing
+from split import MODEL, SETTINGS, Split, split
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+    from pdserve.errors import InvalidRequest
+    from pdserve.http.server import Headers, Request, Response
+    from pdserve.protocol.admin import RequestRecord
+
+_LEASE_S = 1.0
+_ENGINES = dataclasses.replace(SETTINGS, kv_lease_duration_s=_LEASE_S, max_model_len=256, num_blocks=18)
+_TIMEOUTS = TimeoutsConfig(
+    connect=5, prefill=20, first_byte=20, silence=20, shutdown=5, kv_lease=_LEASE_S, kv_lease_margin=0.6
+)
+_PROMPT = "my dog is called rex and my cat is called luna and they live with me in a house"
+
+
+def _body(**fields: Any) -> dict[str, Any]:
+    return {"model": MODEL, "prompt": _PROMPT, "max_tokens": 8, "temperature": 0, **fields}
+
+
+def _text_of(response: httpx.Response) -> str:
+    if not response.headers["content-type"].startswith("text/event-stream"):
+        text: str = response.json()["choices"][0]["text"]
+        return text
+    *events, done = [line.removeprefix("data: ") for line in response.text.split("\n\n") if line]
+    assert done == "[DONE]"
+    return "".join(json.loads(event)["choices"][0]["text"] for event in events)
+
+
+async def _alone(deployment: Split, body: dict[str, Any]) -> str:
+    async with httpx.AsyncClient(base_url=deployment.decode.url) as client:
+        return _text_of(await client.post("/v1/completions", json={**body, "stream": False}))
+
+
+async def _overwrite(deployment: Split) -> None:
+    """Give P's blocks to somebody else as soon as P has let the lease run out."""
+    async with httpx.AsyncClient(base_url=deployment.prefill.url) as client:
+        async with asyncio.timeout(10):
+            while parse_counters((await client.get("/metrics")).text).num_expired == 0:  # noqa: ASYNC110
+                await asyncio.sleep(0.02)
+        await client.post("/v1/completions", json=_body(prompt="other people " * 110, max_tokens=1))
+
+
+def _record(deployment: Split, response: httpx.Response) -> RequestRecord:
+    record = deployment.gateway.journal.try_get(response.headers["x-pdserve-request-id"])
+    assert record is not None
+    return record
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_stale_read_is_not_believed(stream: bool) -> None:  # noqa: FBT001
+    """D comes late, reads what P has given to others, and answers 200: the client gets the right text from another try."""
+    async with split(settings=_ENGINES, timeouts=_TIMEOUTS) as deployment:
+        body = _body(stream=stream)
+        expected = await _alone(deployment, body)
+        deployment.decode.faults.inject(ComeLate(delay_s=2 * _LEASE_S), times=1)
+        response, _ = await asyncio.gather(deployment.client.post("/v1/completions", json=body), _overwrite(deployment))
+        assert _text_of(response) == expected
+        record = _record(deployment, response)
+        assert record.place == "local"
+        assert "P's lease had run out" in record.cause
+        await deployment.settle()
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_stale_read_is_one_error_where_nothing_may_be_tried(stream: bool) -> None:  # noqa: FBT001
+    """Without tries left the client gets 502 and its reason, and not a word of the wrong text."""
+    async with split(
+        settings=_ENGINES, timeouts=_TIMEOUTS, config=Config(retries=RetriesConfig(max_attempts=1))
+    ) as deployment:
+        deployment.decode.faults.inject(ComeLate(delay_s=2 * _LEASE_S), times=1)
+        response, _ = await asyncio.gather(
+            deployment.client.post("/v1/completions", json=_body(stream=stream)), _overwrite(deployment)
+        )
+        assert response.status_code == 502
+        assert response.json()["error"]["code"] == response.headers["x-pdserve-reason"] == "stale_handoff"
+        await deployment.settle()
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("timing", [Timing(decode_step_s=0.25), Timing(transfer_s=2.5 * _LEASE_S)])
+async def test_a_lease_that_was_kept_is_believed(timing: Timing, stream: bool) -> None:  # noqa: FBT001
+    """D wrote, or waited for its KV, for several leases and sent its heartbeats: nothing is tried again."""
+    engines = dataclasses.replace(_ENGINES, timing=timing)
+    async with split(settings=engines, timeouts=_TIMEOUTS) as deployment:
+        body = _body(stream=stream, max_tokens=12)
+        expected = await _alone(deployment, body)
+        response = await deployment.client.post("/v1/completions", json=body)
+        assert _text_of(response) == expected
+        record = _record(deployment, response)
+        assert (record.place, record.num_failed_legs) == ("remote", 0)
+        await deployment.settle()
+
+
+class _Prefill:
+    """A P of which only /metrics matters: each number is a count, None a failure."""
+
+    def __init__(self, *counts: int | None) -> None:
+        self._counts = list(counts)
+
+    async def handle(self, _request: Request, response: Response) -> None:
+        count = self._counts.pop(0)
+        body = f"# TYPE vllm:nixl_num_kv_expired_reqs counter\nvllm:nixl_num_kv_expired_reqs_total {count}\n"
+        response.send(500 if count is None else 200, [(b"content-type", b"text/plain")], body.encode())
+
+    def render_error(self, error: InvalidRequest) -> tuple[Headers, bytes]:
+        return [], str(error).encode()
+
+
+@pytest.mark.parametrize(
+    ("counts", "is_kept"), [((3, 3), True), ((3, 4), False), ((3, 0), False), ((None, 3), False), ((3, None), False)]
+)
+async def test_a_lease_is_kept_where_p_says_so(counts: tuple[int | None, ...], is_kept: bool) -> None:  # noqa: FBT001
+    """Nothing is asked while it is sure; after that only an unchanged count will do."""
+    async with Listener(_Prefill(*counts), bind("127.0.0.1", 0)) as listener:
+        assert await _is_kept(listener.url) is is_kept
+
+
+async def test_those_who_ask_at_once_are_answered_at_once() -> None:
+    """One reading of /metrics for all, as long as it began after they asked."""
+    async with Listener(_Prefill(3, 4), bind("127.0.0.1", 0)) as listener, _expired_on(listener.url) as expired:
+        first = [expired.count(not_before_s=0.0) for _ in range(5)]
+        assert await asyncio.gather(*first) == [3] * 5
+        later = [expired.count(not_before_s=time.monotonic()) for _ in range(5)]
+        assert await asyncio.gather(*later) == [4] * 5
+
+
+async def test_an_engine_that_is_gone_tells_nothing() -> None:
+    """Nobody knows then what D has read."""
+    assert await _is_kept(f"http://127.0.0.1:{any_free_port('127.0.0.1')}") is False
+
+
+async def _is_kept(url: str) -> bool:
+    async with _expired_on(url) as expired:
+        watch = LeaseWatch(expired, sure_for_s=2.0, clock=time.monotonic, loop=asyncio.get_running_loop())
+        assert watch.is_sure
+        async with asyncio.timeout(10):
+            while watch.is_sure:  # noqa: ASYNC110 - a timer of its own, and the test's is the only other one
+                await asyncio.sleep(0.01)
+        try:
+            return await watch.is_kept()
+        finally:
+            watch.close()
+
+
+@contextlib.asynccontextmanager
+async def _expired_on(url: str) -> AsyncIterator[ExpiredLeases]:
+    engine = EngineClient(EngineAddress(EngineName("p"), Role.PREFILL, url), connect_timeout_s=5)
+    yield ExpiredLeases(engine, clock=time.monotonic)
+    engine.close()
