@@ -12,11 +12,20 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from pdserve.config import AdmissionConfig, Config
+from pdserve.config import AdmissionConfig, Config, RetriesConfig
 from pdserve.core import PrefillPlace
 from pdserve.engine.pool import PairState
 from pdserve.protocol import nixl
-from pdserve.sim.faults import BreakOffAfter, ErrorStatus, GarbageSse, HalfHandoff, IgnoreHandoff, NeverAnswer, Slow
+from pdserve.sim.faults import (
+    AnswerWithoutHandoff,
+    BreakOffAfter,
+    ErrorStatus,
+    GarbageSse,
+    HalfHandoff,
+    IgnoreHandoff,
+    NeverAnswer,
+    Slow,
+)
 from pdserve.sim.settings import EngineSettings, Timing
 from pdserve.telemetry.metrics import BREAKER_OPENED, HANDOFFS_REFUSED, PAIR_FAILURES, RELEASES
 from split import MODEL, TIMEOUTS, Split, split, until_ready
@@ -86,11 +95,7 @@ async def _alone_at(deployment: Split, url: str, path: str, **fields: Any) -> di
 
 def _asked(engine: StandIn) -> list[SeenRequest]:
     """What an engine was asked by clients: neither proofs nor releases."""
-    return [
-        request
-        for request in engine.requests
-        if request.headers.get("x-request-id", "").startswith("pd-")
-    ]
+    return [request for request in engine.requests if request.headers.get("x-request-id", "").startswith("pd-")]
 
 
 # The good path
@@ -479,11 +484,43 @@ async def test_a_prompt_that_d_counts_otherwise_is_never_answered(pair: Split, m
     await pair.settle()
 
 
+async def test_a_silent_d_is_tried_again() -> None:
+    """A stream that says nothing in time costs its client only the time."""
+    async with split(num_decode=2, timeouts=TIMEOUTS.__class__(first_byte=0.3)) as deployment:
+        for engine in deployment.decodes:
+            engine.faults.inject(NeverAnswer())
+        deployment.decodes[0].faults.clear()
+        responses = [await deployment.client.post("/v1/completions", json=_body(stream=True)) for _ in range(2)]
+        assert {_record(deployment, response).place for response in responses} == {PrefillPlace.REMOTE}
+        assert sum(_record(deployment, response).num_failed_legs for response in responses) == 1
+        await deployment.settle()
+
+
+@pytest.mark.parametrize("without_prefill", ["decode_alone", "error"])
+@pytest.mark.parametrize("fault", [ErrorStatus(500), AnswerWithoutHandoff()])
+async def test_what_happens_without_p_is_the_operators_choice(fault: Fault, without_prefill: Any) -> None:
+    """The other P is asked first; then D alone, or P's error."""
+    config = Config(retries=RetriesConfig(without_prefill=without_prefill))
+    async with split(num_prefill=2, config=config) as deployment:
+        for engine in deployment.prefills:
+            engine.faults.inject(fault)
+        response = await deployment.client.post("/v1/completions", json=_body())
+        assert [len(_asked(engine)) for engine in deployment.prefills] == [1, 1]
+        if without_prefill == "error":
+            assert response.status_code == (500 if isinstance(fault, ErrorStatus) else 502)
+            assert not _asked(deployment.decode)
+        else:
+            assert response.headers["x-pdserve-prefill"] == "local"
+        echoed = await deployment.client.post("/v1/completions", json=_body(echo=True))
+        assert echoed.headers["x-pdserve-prefill"] == "alone"
+
+
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_silent_d_meets_its_deadline(stream: bool) -> None:  # noqa: FBT001
     """504 with a reason, no status before it, and nothing is held on P."""
-    async with split(timeouts=TIMEOUTS.__class__(first_byte=0.2, whole_answer=0.2)) as deployment:
-        deployment.decode.faults.inject(NeverAnswer(), times=None)
+    timeouts = TIMEOUTS.__class__(first_byte=0.2, whole_answer=0.2)
+    async with split(timeouts=timeouts, config=Config(retries=RetriesConfig(max_attempts=1))) as deployment:
+        deployment.decode.faults.inject(NeverAnswer())
         response = await deployment.client.post("/v1/completions", json=_body(stream=stream))
         assert response.status_code == 504
         error = response.json()["error"]

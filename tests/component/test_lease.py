@@ -116,6 +116,42 @@ async def test_a_lease_that_was_kept_is_believed(timing: Timing, stream: bool) -
         await deployment.settle()
 
 
+async def test_a_whole_answer_is_judged_where_the_lease_could_have_ended() -> None:
+    """Leases of others that run out later, or a P that dies later, take nothing back."""
+    async with Listener(_Prefill(3, 3, 9), bind("127.0.0.1", 0)) as listener, _expired_on(listener.url) as expired:
+        loop = asyncio.get_running_loop()
+        watch = LeaseWatch(expired, sure_for_s=0.2, ends_in_s=0.3, clock=time.monotonic, loop=loop)
+        async with asyncio.timeout(10):
+            while watch._after is None:  # noqa: ASYNC110 - a timer of its own
+                await asyncio.sleep(0.01)
+        assert await watch.was_kept()
+        assert not await watch.is_kept()
+        watch.close()
+
+
+async def test_what_d_cached_of_a_stale_read_is_never_found_again() -> None:
+    """vLLM caches the pulled blocks under the prompt's hash: the next request with that prefix must not meet them."""
+    engines = dataclasses.replace(_ENGINES, block_size=4, num_blocks=72)
+    async with split(settings=engines, timeouts=_TIMEOUTS) as deployment:
+        expected = await _alone(deployment, _body(cache_salt="apart"))
+        deployment.decode.faults.inject(ComeLate(delay_s=2 * _LEASE_S), times=1)
+        response, _ = await asyncio.gather(
+            deployment.client.post("/v1/completions", json=_body()), _overwrite(deployment)
+        )
+        assert _text_of(response) == expected
+        for fields in ({}, {"echo": False, "logprobs": 1}, {"n": "1"}, {"cache_salt": "theirs"}):
+            again = await deployment.client.post("/v1/completions", json=_body(**fields))
+            assert _text_of(again) == expected, fields
+        salts = [
+            request.fields.get("cache_salt")
+            for request in deployment.decode.requests
+            if request.headers.get("x-request-id", "").startswith("pd-")
+        ]
+        assert salts[0] is None
+        assert all(salts[1:])
+        await deployment.settle()
+
+
 class _Prefill:
     """A P of which only /metrics matters: each number is a count, None a failure."""
 
@@ -132,10 +168,10 @@ class _Prefill:
 
 
 @pytest.mark.parametrize(
-    ("counts", "is_kept"), [((3, 3), True), ((3, 4), False), ((3, 0), False), ((None, 3), False), ((3, None), False)]
+    ("counts", "is_kept"), [((3, 3), True), ((3, 4), False), ((3, 0), True), ((None, 3), False), ((3, None), False)]
 )
 async def test_a_lease_is_kept_where_p_says_so(counts: tuple[int | None, ...], is_kept: bool) -> None:  # noqa: FBT001
-    """Nothing is asked while it is sure; after that only an unchanged count will do."""
+    """Nothing is asked while it is sure; after that the count may not have risen. One that fell is another process's."""
     async with Listener(_Prefill(*counts), bind("127.0.0.1", 0)) as listener:
         assert await _is_kept(listener.url) is is_kept
 
@@ -149,14 +185,15 @@ async def test_those_who_ask_at_once_are_answered_at_once() -> None:
         assert await asyncio.gather(*later) == [4] * 5
 
 
-async def test_an_engine_that_is_gone_tells_nothing() -> None:
-    """Nobody knows then what D has read."""
-    assert await _is_kept(f"http://127.0.0.1:{any_free_port('127.0.0.1')}") is False
+async def test_an_engine_that_is_gone_gave_its_blocks_to_nobody() -> None:
+    """What D read of it was this prompt's, or did not come."""
+    assert await _is_kept(f"http://127.0.0.1:{any_free_port('127.0.0.1')}") is True
 
 
 async def _is_kept(url: str) -> bool:
     async with _expired_on(url) as expired:
-        watch = LeaseWatch(expired, sure_for_s=2.0, clock=time.monotonic, loop=asyncio.get_running_loop())
+        loop = asyncio.get_running_loop()
+        watch = LeaseWatch(expired, sure_for_s=1.0, ends_in_s=60.0, clock=time.monotonic, loop=loop)
         assert watch.is_sure
         async with asyncio.timeout(10):
             while watch.is_sure:  # noqa: ASYNC110 - a timer of its own, and the test's is the only other one

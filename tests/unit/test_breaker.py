@@ -56,9 +56,9 @@ def test_after_its_time_one_request_may_try(breaker: Breaker, clock: _Clock) -> 
     clock.now_s += _CONFIG.open
     assert breaker.lets_through
     assert breaker.state is BreakerState.HALF_OPEN
-    breaker.begin()
+    assert breaker.begin()
     assert not breaker.lets_through
-    breaker.end()
+    breaker.end(was_try=True)
     assert breaker.lets_through
 
 
@@ -82,8 +82,21 @@ def test_a_try_that_fails_opens_it_for_longer_up_to_a_bound(breaker: Breaker, cl
         assert not breaker.lets_through
         clock.now_s += 0.01
         assert breaker.lets_through
+        was_try = breaker.begin()
         assert breaker.failed()
+        breaker.end(was_try=was_try)
     assert breaker.num_openings == 5
+
+
+def test_what_began_before_neither_tries_nor_blocks(breaker: Breaker, clock: _Clock) -> None:
+    """A stream of an hour that was there before keeps nobody from trying, and its failure opens nothing again."""
+    was_try = breaker.begin()
+    _open(breaker)
+    clock.now_s += _CONFIG.open
+    assert breaker.lets_through
+    assert not breaker.failed()
+    breaker.end(was_try=was_try)
+    assert breaker.lets_through
 
 
 @given(st.lists(st.sampled_from(["begin", "end", "succeeded", "failed", "wait"])))
@@ -91,21 +104,19 @@ def test_it_never_locks_for_good(events: list[str]) -> None:
     """Whatever happened, once nothing is under way and the longest time has passed a request may try."""
     clock = _Clock()
     breaker = Breaker(_CONFIG, clock=clock)
-    num_running = 0
+    running: list[bool] = []
     for event in events:
         if event == "wait":
             clock.now_s += 1.0
         elif event == "begin":
             if breaker.lets_through:
-                breaker.begin()
-                num_running += 1
+                running.append(breaker.begin())
         elif event == "end":
-            if num_running:
-                breaker.end()
-                num_running -= 1
+            if running:
+                breaker.end(was_try=running.pop())
         else:
             getattr(breaker, event)()
-    for _ in range(num_running):
-        breaker.end()
+    for was_try in running:
+        breaker.end(was_try=was_try)
     clock.now_s += _CONFIG.max_open
     assert breaker.lets_through

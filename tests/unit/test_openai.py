@@ -160,7 +160,8 @@ def _facts(api: Api = Api.COMPLETIONS, **fields: Any) -> RequestFacts:
     ("fields", "reason"),
     [
         ({"prompt": "p", "n": 2}, AloneReason.MANY_CHOICES),
-        ({"prompt": "p", "best_of": 3}, AloneReason.MANY_CHOICES),
+        ({"prompt": "p", "best_of": "3"}, AloneReason.MANY_CHOICES),
+        ({"prompt": "p", "best_of": 3, "n": 2}, AloneReason.MANY_CHOICES),
         ({"prompt": ["a", "b"]}, AloneReason.MANY_PROMPTS),
         ({"prompt": [[1, 2], [3]]}, AloneReason.MANY_PROMPTS),
         ({"prompt": "p", "echo": True}, AloneReason.PROMPT_ECHO),
@@ -195,6 +196,7 @@ def test_what_one_handoff_cannot_stand_for_goes_to_d_alone(fields: dict[str, Any
         {"prompt": [1, 2, 3]},
         {"prompt": [[1, 2, 3]]},
         {"prompt": "p", "n": 1, "best_of": 1, "echo": False, "prompt_logprobs": None, "use_beam_search": False},
+        {"prompt": "p", "best_of": 3},
         {"prompt": "p", "n": None, "prompt_embeds": None, "max_tokens": None, "stream_options": None},
         {"prompt": "p", "stream": True, "stream_options": {"include_usage": True, "continuous_usage_stats": None}},
         {"prompt": "p", "truncate_prompt_tokens": 100, "max_tokens": 0, "min_tokens": 0},

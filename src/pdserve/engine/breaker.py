@@ -26,7 +26,10 @@ class BreakerState(enum.StrEnum):
 
 
 class Breaker:
-    """Counts failures in a row. `begin` and `end` bracket every request; `succeeded` or `failed` may come in between."""
+    """Counts failures in a row. `begin` and `end` bracket every request; `succeeded` or `failed` may come in between.
+
+    What began before the breaker opened says nothing of the engine as it is now: only what begins while half open tries it.
+    """
 
     __slots__ = (
         "_clock",
@@ -60,13 +63,16 @@ class Breaker:
             self.state = BreakerState.HALF_OPEN
         return self._num_trying == 0
 
-    def begin(self) -> None:
-        """A request begins."""
+    def begin(self) -> bool:
+        """A request begins. Returns whether it tries the engine, which `end` wants to know."""
+        if self.state is not BreakerState.HALF_OPEN:
+            return False
         self._num_trying += 1
+        return True
 
-    def end(self) -> None:
+    def end(self, *, was_try: bool) -> None:
         """It ended, whether or not it told anything of the engine: its client may have left."""
-        self._num_trying -= 1
+        self._num_trying -= was_try
 
     def succeeded(self) -> None:
         """The engine did its work."""
@@ -77,6 +83,8 @@ class Breaker:
         """It did not. Returns whether the breaker opened with this."""
         self._num_failures += 1
         if self.state is BreakerState.HALF_OPEN:
+            if self._num_trying == 0:
+                return False
             self._open_s = min(self._open_s * 2, self._config.max_open)
         elif self.state is BreakerState.OPEN or self._num_failures < self._config.failures:
             return False

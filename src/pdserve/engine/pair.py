@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from pdserve.core import Evidence, PrefillPlace
-from pdserve.errors import EngineError, EngineProtocolError
+from pdserve.errors import EngineError, EngineProtocolError, OutOfSockets
 from pdserve.protocol import nixl, openai, usage
 
 if TYPE_CHECKING:
@@ -80,13 +80,17 @@ async def prove_pair(
     try:
         handoff = nixl.parse_handoff(api, answer.body, now_s=time.monotonic())
         hosts.check(handoff.host)
+    except nixl.UnusableHandoff as exc:
+        return PairProof(Evidence(PrefillPlace.LOCAL, cause=str(exc)), None, time.monotonic() - started_s)
+    try:
         nixl.check_reachable(handoff, decode_url=decode.address.url)
     except nixl.UnusableHandoff as exc:
+        await _release(decode, handoff)
         return PairProof(Evidence(PrefillPlace.LOCAL, cause=str(exc)), None, time.monotonic() - started_s)
     leg = openai.join(nixl.decode_fields(fields, handoff))
     try:
         answer = expect_ok(decode, await decode.post(api, leg, request_id=request_id, timeout_s=timeout_s))
-    except EngineError:
+    except (EngineError, OutOfSockets):
         await _release(decode, handoff)
         raise
     counts = usage.parse_usage(api, decode.decoded(answer, _Completion).usage)
@@ -95,7 +99,7 @@ async def prove_pair(
 
 async def _release(decode: EngineClient, handoff: Handoff) -> None:
     """Free P's blocks through D, if it can still do that; else P's lease ends by itself."""
-    with contextlib.suppress(EngineError):
+    with contextlib.suppress(EngineError, OutOfSockets):
         body = nixl.release_body(handoff)
         request_id = f"pdserve-release-{secrets.token_hex(8)}".encode()
         await decode.post(openai.Api.COMPLETIONS, body, request_id=request_id, timeout_s=_RELEASE_TIMEOUT_S)

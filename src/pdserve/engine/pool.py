@@ -12,6 +12,7 @@ import asyncio
 import contextlib
 import enum
 import logging
+import secrets
 from typing import TYPE_CHECKING
 
 from pdserve.core import EngineSnapshot, PrefillPlace, Role
@@ -20,7 +21,7 @@ from pdserve.engine.breaker import Breaker, BreakerState
 from pdserve.engine.credentials import OPEN_ACCESS
 from pdserve.engine.side_channel import allowed_hosts_of
 from pdserve.engine.transport import EngineClient
-from pdserve.errors import EngineError, EngineUnreachable
+from pdserve.errors import EngineError, EngineUnreachable, OutOfSockets
 from pdserve.protocol.side_channel_hosts import AllowedHosts
 from pdserve.telemetry.metrics import BREAKER_OPENED, ENGINE_FAILURES, ENGINE_RESTARTS, PAIR_FAILURES
 
@@ -123,6 +124,8 @@ class _Member:
         self.is_doubted = False
         """A connection to it ended too early since it was last seen well."""
         self.is_draining = False
+        self.cache_salt: str | None = None
+        """Keeps what its prefix cache holds by now from being found again; None while nothing speaks against it."""
         self.was_tried = False
         """One of its pairs has been tried in its present life: another engine's restart takes no traffic from it."""
         self.num_held = 0
@@ -206,12 +209,12 @@ class EnginePool:
         """Count a leg as the engine's load while it runs."""
         member = self._members[name]
         member.client.num_in_flight += 1
-        member.breaker.begin()
+        was_try = member.breaker.begin()
         try:
             yield member.client
         finally:
             member.client.num_in_flight -= 1
-            member.breaker.end()
+            member.breaker.end(was_try=was_try)
 
     def num_held(self, name: EngineName) -> int:
         """Handoffs whose KV an engine holds for a D that has not answered yet."""
@@ -279,6 +282,23 @@ class EnginePool:
         """Whether handoffs may go from one engine to the other."""
         return decode in self._members[prefill].partners
 
+    def cache_salt(self, name: EngineName) -> str | None:
+        """What every request to a decode engine must add to its cache salt; None: nothing."""
+        return self._members[name].cache_salt
+
+    def report_wrong_text(self, name: EngineName, reason: Reason) -> None:
+        """A decode engine read KV that was not its request's.
+
+        vLLM has put those blocks into its prefix cache under the prompt's hash by then (0.32, v1/core/sched/scheduler.py,
+        _update_waiting_for_remote_kv), where every later request with that prefix would find them. From now on all requests
+        to the engine carry a salt, with which nothing of before is found.
+        """
+        self._tally.count(ENGINE_FAILURES, name, reason)
+        self._members[name].cache_salt = secrets.token_hex(16)
+        _logger.error(
+            "%s read KV of another request (%s): what its prefix cache holds is not used any more", name, reason
+        )
+
     def check_handoff_host(self, name: EngineName, handoff: Handoff) -> None:
         """Refuse a handoff that would make D connect anywhere but to P. Raises UnusableHandoff."""
         self._members[name].allowed_hosts.check(handoff.host)
@@ -319,6 +339,8 @@ class EnginePool:
         """Why the engine is not healthy; empty when it is."""
         try:
             answer = await member.client.get("/health", timeout_s=_HEALTH_TIMEOUT_S)
+        except OutOfSockets as exc:
+            return str(exc)  # That says nothing of the engine: what is known of it stays.
         except EngineError as exc:
             is_gone = isinstance(exc, EngineUnreachable)
             member.num_failures = _FAILURES_UNTIL_DOWN if is_gone else member.num_failures + 1
@@ -361,7 +383,7 @@ class EnginePool:
                 pair.is_doubted, pair.is_being_tried = False, True
                 await self._prove(pair, sides)
                 pair.is_being_tried = False
-            is_final = pair.state in {PairState.UNTRIED, PairState.PROVEN}
+            is_final = not pair.is_doubted and pair.state in {PairState.UNTRIED, PairState.PROVEN}
             has_moved = await _wait(pair.moved, None if is_final else retry_s)
             retry_s = _RETRY_S if has_moved else min(retry_s * 2, _MAX_RETRY_S)
 
@@ -374,6 +396,9 @@ class EnginePool:
             timeout_s = min(self._timeouts.prefill, _PROOF_TIMEOUT_S)
             hosts = sides[0].allowed_hosts
             proof = await pairs.prove_pair(prefill, decode, model=model, hosts=hosts, timeout_s=timeout_s)
+        except OutOfSockets:
+            pair.is_doubted = True  # Nothing was learned.
+            return
         except EngineError as exc:
             state, cause = PairState.FAILING, str(exc)
         else:

@@ -6,6 +6,7 @@ Names are vLLM 0.32's (v1/metrics/loggers.py, nixl/stats.py). An engine without 
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -71,6 +72,7 @@ _SAMPLES: dict[str, tuple[str, str | None]] = {
     "num_waiting": ("vllm:num_requests_waiting", None),
     "kv_usage": ("vllm:kv_cache_usage_perc", None),
 }
+_EXPIRED = re.compile(rb"^vllm:nixl_num_kv_expired_reqs_total(?:\{[^}\n]*\})? ([0-9.eE+]+)", re.MULTILINE)
 _GAUGES = {"num_running", "num_waiting", "kv_usage"}
 _COUNTERS = [name for name in _SAMPLES if name not in _GAUGES]
 _FLOATS = {"transfer_s", "transfer_bytes", "kv_usage"}
@@ -85,6 +87,19 @@ async def scrape(engine: EngineClient, *, timeout_s: float = 10.0) -> EngineCoun
         return parse_counters(answer.body.decode())
     except ValueError as exc:
         raise EngineProtocolError(f"/metrics is not Prometheus text: {exc}", engine=str(engine.address)) from exc
+
+
+async def count_expired(engine: EngineClient, *, timeout_s: float) -> int:
+    """How many leases have run out on an engine, read from the one counter's lines. Raises EngineError.
+
+    Parsing all of /metrics takes milliseconds, which is too long for what happens beside requests.
+    """
+    answer = await engine.get("/metrics", timeout_s=timeout_s)
+    values = _EXPIRED.findall(answer.body)
+    if answer.status != 200 or not values:  # noqa: PLR2004
+        message = f"/metrics answered {answer.status} without {_SAMPLES['num_expired'][0]}"
+        raise EngineProtocolError(message, engine=str(engine.address))
+    return round(sum(map(float, values)))
 
 
 def parse_counters(text: str) -> EngineCounters:

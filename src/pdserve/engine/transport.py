@@ -14,8 +14,16 @@ from urllib.parse import urlsplit
 import msgspec
 
 from pdserve.engine.credentials import OPEN_ACCESS, EngineAccess
-from pdserve.errors import EngineError, EngineProtocolError, EngineStatus, EngineTimeout, EngineUnreachable, Reason
-from pdserve.http.client import ClientConnection, ConnectionFailed, ConnectionPool, ProtocolViolated
+from pdserve.errors import (
+    EngineError,
+    EngineProtocolError,
+    EngineStatus,
+    EngineTimeout,
+    EngineUnreachable,
+    OutOfSockets,
+    Reason,
+)
+from pdserve.http.client import ClientConnection, ConnectionFailed, ConnectionPool, NoSocketLeft, ProtocolViolated
 from pdserve.protocol.openai import JSON_HEADER, NOT_JSON
 
 if TYPE_CHECKING:
@@ -84,7 +92,7 @@ class EngineClient:
         self._pool = ConnectionPool(parts.hostname, port, tls=tls)
 
     async def get(self, path: str, *, timeout_s: float, headers: HeaderSequence = ()) -> Answer:
-        """GET a path. Raises EngineError."""
+        """GET a path. Raises EngineError or OutOfSockets."""
         head = b"GET %b HTTP/1.1\r\nhost: %b\r\n%b\r\n" % (path.encode(), self._host_header, self._joined(headers))
         return await self._whole(head, timeout_s=timeout_s)
 
@@ -99,7 +107,7 @@ class EngineClient:
         timeout_reason: Reason = Reason.ENGINE_TIMEOUT,
         on_late: Callable[[Answer], None] | None = None,
     ) -> Answer:
-        """POST a JSON body and take the whole answer, whatever its status. Raises EngineError.
+        """POST a JSON body and take the whole answer, whatever its status. Raises EngineError or OutOfSockets.
 
         `on_late` gets an answer that was on its way when the caller was cancelled, then or a moment later.
         """
@@ -109,7 +117,7 @@ class EngineClient:
         return await self._whole(request, timeout_s=timeout_s, timeout_reason=timeout_reason, on_late=on_late)
 
     async def connect(self) -> ClientConnection:
-        """A connection for `send`; the caller aborts it unless it is sent on. Raises EngineError."""
+        """A connection for `send`; the caller aborts it unless it is sent on. Raises EngineError or OutOfSockets."""
         return self._pool.try_acquire() or await self._connect()
 
     def send(
@@ -229,6 +237,12 @@ class EngineClient:
             raise self.timeout_of("a connection", self._connect_timeout_s, reason=Reason.CONNECT_TIMEOUT) from exc
         except ConnectionFailed as exc:
             raise self._explained(exc) from exc
+        except NoSocketLeft as exc:
+            message = (
+                f"no connection to {self.address} could be opened from here: {exc}; raise this process's limit of open files "
+                "(ulimit -n) and the machine's range of local ports, or lower admission.max_concurrent"
+            )
+            raise OutOfSockets(message) from exc
 
     def _explained(self, error: ConnectionFailed) -> EngineError:
         """TLS has more ways to fail than TCP, and each has its own remedy."""

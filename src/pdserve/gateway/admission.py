@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from pdserve.config import AdmissionConfig
 
 _MAX_RETRY_AFTER_S = 60
+_SPARE_ENTRIES = 64
+"""So many of those who left may stay in a short queue: clearing it for each would cost more than they weigh."""
 
 
 class Admission:
@@ -26,7 +28,7 @@ class Admission:
         self._loop = loop
         self._arrivals = itertools.count()
         self._queue: list[tuple[int, int, int, asyncio.Future[None]]] = []
-        """Priority (lower first), arrival, weight and the turn that is waited for; cancelled ones stay until they come up."""
+        """Priority (lower first), arrival, weight and the turn that is waited for; cancelled ones stay a while."""
         self.num_running = 0
         self.num_queued = 0
 
@@ -58,6 +60,7 @@ class Admission:
             timer.cancel()
             self.num_queued -= 1
             self._start_next()
+            self._clear()
 
     def leave(self, weight: int) -> None:
         """Make room."""
@@ -74,6 +77,12 @@ class Admission:
                 self.num_running += weight
                 turn.set_result(None)
             heapq.heappop(self._queue)
+
+    def _clear(self) -> None:
+        """Under a steady load those who left before their turn might never come up."""
+        if len(self._queue) > 2 * self.num_queued + _SPARE_ENTRIES:
+            self._queue = [entry for entry in self._queue if not entry[-1].done()]
+            heapq.heapify(self._queue)
 
     def _has_room(self, weight: int) -> bool:
         """A request that is larger than all there is may start when nothing else runs."""

@@ -13,6 +13,7 @@ from pdserve.engine.pool import EngineState, PairState
 from pdserve.errors import (
     EngineStatus,
     InvalidRequest,
+    MethodNotAllowed,
     NoEligibleEngine,
     Overloaded,
     Reason,
@@ -81,8 +82,8 @@ class Router:
             raise InvalidRequest(f"nothing is served at {shown}", status=404, reason=Reason.NOT_FOUND)
         method, handler = found
         if request.method != method and not (request.method == b"HEAD" and method == b"GET"):
-            wanted = method.decode()
-            raise InvalidRequest(f"this path takes {wanted}", status=405, reason=Reason.METHOD_NOT_ALLOWED)
+            allowed = ["GET", "HEAD"] if method == b"GET" else [method.decode()]
+            raise MethodNotAllowed(f"this path takes {method.decode()}", allowed=allowed)
         return handler
 
 
@@ -109,8 +110,10 @@ def send_json(response: Response, value: object, *, status: int = 200) -> None:
 
 def _error_headers(error: RequestError) -> Headers:
     headers = [openai.JSON_HEADER, _reason_header(error)]
-    if isinstance(error, (NoEligibleEngine, ShuttingDown)):
+    if isinstance(error, (NoEligibleEngine, ShuttingDown)) or error.reason is Reason.OUT_OF_SOCKETS:
         headers.append((b"retry-after", b"1"))
+    elif isinstance(error, MethodNotAllowed):
+        headers.append((b"allow", ", ".join(error.allowed).encode()))
     elif error.reason is Reason.UNAUTHORIZED:
         headers.append(CHALLENGE)
     elif isinstance(error, Overloaded):

@@ -24,14 +24,14 @@ from pdserve.errors import (
     Reason,
     RequestError,
 )
+from pdserve.gateway.account import NOTHING_KNOWN, Account
 from pdserve.gateway.attempts import Attempts
+from pdserve.gateway.checks import EXPIRED, WRONG_TEXT, not_an_answer, refusal_of, stale_read, wrong_context
 from pdserve.gateway.lease import LeaseWatch
 from pdserve.gateway.relay import Relay
 from pdserve.protocol import nixl, openai
-from pdserve.protocol.admin import HandoffRecord, Phases, RequestRecord
-from pdserve.protocol.api import ANSWER_MARK
 from pdserve.protocol.handoff import Event, RequestLife, State
-from pdserve.protocol.usage import UsageWatch, judge
+from pdserve.protocol.usage import UsageWatch
 from pdserve.telemetry.metrics import ALONE, HANDOFFS_REFUSED, RETRIES
 
 if TYPE_CHECKING:
@@ -44,12 +44,15 @@ if TYPE_CHECKING:
     from pdserve.gateway.proxy import Proxy
     from pdserve.http.client import ClientConnection
     from pdserve.http.server import Headers
+    from pdserve.protocol.admin import RequestRecord
     from pdserve.protocol.nixl import Handoff
 
 _OK = 200
 _BUSY_STATUSES = frozenset({408, 429, 503})
 """They speak of an engine's state, not of the client's request and not of a fault: another engine may still answer."""
-_NOTHING_KNOWN = Evidence(PrefillPlace.UNPROVEN, cause="the request ended before D had given its counts")
+_FOR_WANT_OF_PREFILL = frozenset(
+    {AloneReason.NO_PREFILL_ENGINE, AloneReason.NO_PROVEN_PAIR, AloneReason.ATTEMPTS_FAILED}
+)
 _HOLDING = frozenset({State.HELD, State.HANDED})
 _logger = logging.getLogger("pdserve.gateway")
 
@@ -68,19 +71,16 @@ class Exchange:
         self._handoff: Handoff | None = None
         self._setback = ""
         """Why the prompt was not computed on P though it was to be."""
-        self._evidence = _NOTHING_KNOWN
+        self._last_error: EngineError | None = None
+        self._account = Account(call, clock=proxy.clock)
         self._watch: UsageWatch | None = None
         self._relay: Relay | None = None
         self._lease: LeaseWatch | None = None
         """Of the handoff that D has now."""
-        self._phases = Phases()
-        self._mark_s = call.received_at_s
-        self._status: int | None = None
-        self._reason: Reason | None = None
 
     async def run(self) -> None:
         """Steps 2 to 8. Raises RequestError, when the reply has started too."""
-        self._phases.queue_s = self._lap()
+        self._account.phases.queue_s = self._account.lap()
         while True:
             decision = self._decision = self._decide()
             if isinstance(decision, RemotePrefill) and not await self._prefill(decision.prefill):
@@ -107,23 +107,30 @@ class Exchange:
         return engines if pinned is None else [engine for engine in engines if engine.address.name == pinned]
 
     def _go_alone(self, decision: DecodeAlone) -> None:
+        """Raises RequestError where D is not to stand in for P."""
+        if self._proxy.retries.without_prefill == "error" and decision.reason in _FOR_WANT_OF_PREFILL:
+            raise self._last_error or NoEligibleEngine(
+                "no prefill engine can take the request, and D is not to compute it"
+            )
         if self._setback:
-            self._evidence = Evidence(PrefillPlace.LOCAL, cause=self._setback)
+            self._account.evidence = Evidence(PrefillPlace.LOCAL, cause=self._setback)
             _logger.warning("%s: D prefills alone: %s", self._call.request_id, self._setback)
             return
         self._proxy.tally.count(ALONE, decision.reason)
-        self._evidence = Evidence(PrefillPlace.ALONE, cause=f"decided: {decision.reason}")
+        self._account.evidence = Evidence(PrefillPlace.ALONE, cause=f"decided: {decision.reason}")
 
     # Step 4
 
     async def _prefill(self, prefill: EngineAddress) -> bool:
         """Whether there is a handoff in hand now. Raises RequestError when there is no point in going on."""
+        account = self._account
+        account.evidence = NOTHING_KNOWN
         leg = openai.join(nixl.prefill_fields(self._call.api, self._call.fields))
         self._life.apply(Event.PREFILL_SENT)
         try:
             answer = await self._ask_prefill(prefill, leg)
-            self._phases.prefill_s = (self._phases.prefill_s or 0.0) + self._lap()
-            self._handoff = nixl.parse_handoff(self._call.api, answer.body, now_s=self._mark_s)
+            account.phases.prefill_s = (account.phases.prefill_s or 0.0) + account.lap()
+            self._handoff = nixl.parse_handoff(self._call.api, answer.body, now_s=account.mark_s)
         except EngineStatus as exc:
             if _is_clients_fault(exc.status):
                 self._life.apply(Event.PREFILL_REFUSED)
@@ -170,24 +177,15 @@ class Exchange:
         if self._life.state is State.PREFILLING:
             self._handoff = handoff
             self._apply(Event.HANDOFF_TAKEN)
-        else:
-            self._proxy.releaser.release(handoff, headers=self._call.engine_headers)
+        elif (prefill := self._prefill_name()) is not None:
+            self._proxy.releaser.release(handoff, prefill=prefill, headers=self._call.engine_headers)
 
     def _prefill_failed(self, prefill: EngineAddress, error: EngineError) -> None:
-        """Another P may do better, or D alone. Raises the error where that is not wanted."""
+        """Another P may do better, or D alone."""
         self._life.apply(Event.PREFILL_FAILED)
         self._blame(prefill, error)
         self._attempts.prefill_failed(prefill.name)
-        self._give_up_split(str(error), "prefill", error.reason)
-        if self._proxy.retries.without_prefill == "error" and not self._has_another_prefill():
-            raise error
-
-    def _has_another_prefill(self) -> bool:
-        try:
-            decision = self._proxy.policy.decide(self._call.facts, self._candidates())
-        except NoEligibleEngine:
-            return False
-        return isinstance(decision, RemotePrefill)
+        self._give_up_split(error, "prefill")
 
     # Step 5
 
@@ -218,9 +216,8 @@ class Exchange:
             raise error from None
         self._proxy.tally.count(RETRIES, "decode", error.reason)
         if isinstance(self._decision, RemotePrefill) and isinstance(decision, DecodeAlone):
-            decision = RemotePrefill(
-                self._decision.prefill, decision.decode
-            )  # The handoff's check will say what is wrong.
+            # The handoff's check will say what is wrong.
+            decision = RemotePrefill(self._decision.prefill, decision.decode)
         self._decision = dataclasses.replace(self._decision, decode=decision.decode)
 
     def _accept_handoff(self, decode: EngineAddress) -> bool:
@@ -228,43 +225,25 @@ class Exchange:
         handoff, decision = self._handoff, self._decision
         if handoff is None or not isinstance(decision, RemotePrefill):
             return True
-        refusal = self._refusal_of(handoff, decision.prefill, decode)
+        proxy, prefill = self._proxy, decision.prefill
+        refusal = refusal_of(handoff, prefill, decode, pool=proxy.pool, timeouts=proxy.timeouts, now_s=proxy.clock())
         if refusal is None:
             return True
         cause, message = refusal
-        self._proxy.tally.count(HANDOFFS_REFUSED, cause)
-        if cause == "expired":
+        proxy.tally.count(HANDOFFS_REFUSED, cause)
+        if cause == EXPIRED:
             self._attempts.handoff_expired()
         else:
-            self._attempts.prefill_failed(decision.prefill.name)
-        self._give_up_split(message, "prefill", Reason.ENGINE_PROTOCOL)
+            self._attempts.prefill_failed(prefill.name)
+        self._give_up_split(EngineProtocolError(message, engine=str(prefill)), "prefill")
         self._apply(Event.HANDOFF_REFUSED)
         return False
 
-    def _refusal_of(self, handoff: Handoff, prefill: EngineAddress, decode: EngineAddress) -> tuple[str, str] | None:
-        """Why a handoff may not be sent: a word for the counter and a sentence."""
-        proxy = self._proxy
-        if not proxy.pool.is_usable(prefill.name, decode.name):
-            return "unproven_pair", f"handoffs from {prefill} to {decode} are not proven"
-        if not proxy.pool.knows_engine_id(prefill.name, handoff.engine_id):
-            return "unknown_engine", f"{prefill} restarted as engine {handoff.engine_id}, which is not proven yet"
-        max_age_s = proxy.timeouts.kv_lease - proxy.timeouts.kv_lease_margin
-        try:
-            cause = "foreign_host"
-            proxy.pool.check_handoff_host(prefill.name, handoff)
-            cause = "unreachable_host"
-            nixl.check_reachable(handoff, decode_url=decode.url)
-            cause = "expired"
-            nixl.check_age(handoff, now_s=proxy.clock(), max_age_s=max_age_s)
-        except nixl.UnusableHandoff as exc:
-            return cause, str(exc)
-        return None
-
-    def _give_up_split(self, cause: str, leg: str, reason: Reason) -> None:
-        """This attempt's P leg came to nothing: right for the client, and never silent."""
-        self._setback = cause
-        self._proxy.tally.count(RETRIES, leg, reason)
-        _logger.info("%s: %s", self._call.request_id, cause)
+    def _give_up_split(self, error: EngineError, leg: str) -> None:
+        """This attempt came to nothing: right for the client, and never silent."""
+        self._setback, self._last_error = str(error), error
+        self._proxy.tally.count(RETRIES, leg, error.reason)
+        _logger.info("%s: %s", self._call.request_id, self._setback)
 
     # Steps 6 and 7
 
@@ -312,7 +291,7 @@ class Exchange:
             api=call.api,
             loop=self._proxy.loop,
             client_headers=self._stream_starts,
-            check_usage=lambda: self._wrong_context(client, watch),
+            check_usage=lambda: wrong_context(self._handoff, watch.usage, client.address),
             check_lease=lambda: self._lease_check(client),
             first_byte_timeout_s=timeouts.first_byte if call.facts.is_stream else timeouts.whole_answer,
             silence_timeout_s=timeouts.silence,
@@ -322,14 +301,17 @@ class Exchange:
         return watch, relay
 
     def _send_decode(self, client: EngineClient, connection: ClientConnection, relay: Relay) -> None:
-        call, fields = self._call, self._call.fields
+        call, fields, account = self._call, self._call.fields, self._account
+        salt = self._proxy.pool.cache_salt(client.address.name)
+        if salt is not None:
+            fields = openai.with_cache_salt(fields, salt)
         if self._handoff is not None:
             fields = nixl.decode_fields(fields, self._handoff)
             if call.facts.is_stream:
                 fields = openai.with_stream_usage(call.api, fields)
         body, request_id = openai.join(fields), call.request_id.encode()
         client.send(connection, call.api, body, relay, request_id=request_id, headers=call.engine_headers)
-        self._phases.handoff_s = (self._phases.handoff_s or 0.0) + self._lap()
+        account.phases.handoff_s = (account.phases.handoff_s or 0.0) + account.lap()
         self._apply(Event.DECODE_SENT)
         self._watch_lease()
 
@@ -348,37 +330,25 @@ class Exchange:
     async def _checked(self, client: EngineClient, watch: UsageWatch, answer: Answer) -> bytes:
         """A whole answer for the client. Raises EngineError for one that is none, or stands on a wrong context."""
         body = watch.edit_answer(answer.body)
-        error = self._wrong_context(client, watch) or _not_an_answer(client, self._call.api, body)
-        if error is None and (check := self._lease_check(client)) is not None:
-            error = await check
+        engine = client.address
+        error = wrong_context(self._handoff, watch.usage, engine) or not_an_answer(self._call.api, body, engine)
+        if error is None and self._lease is not None and not self._lease.is_sure and not await self._lease.was_kept():
+            error = stale_read(engine)
         if error is None:
             return body
         self._decode_failed(client, error)
         raise error
-
-    def _wrong_context(self, client: EngineClient, watch: UsageWatch) -> EngineError | None:
-        """D must count the prompt as P did: with another template or tokenizer it continues another prompt, and answers 200."""
-        num_prefilled = self._handoff.num_prompt_tokens if self._handoff is not None else None
-        num_prompt = watch.usage.prompt_tokens if watch.usage is not None else None
-        if num_prefilled is None or num_prompt is None or num_prefilled == num_prompt:
-            return None
-        return EngineProtocolError(
-            f"counted {num_prompt} prompt tokens where P had computed {num_prefilled}: the answer stands on a wrong context; "
-            "do P and D have the same model, tokenizer and chat template?",
-            engine=str(client.address),
-            reason=Reason.WRONG_CONTEXT,
-        )
 
     def _watch_lease(self) -> None:
         """From now on D may take its time, and P's lease runs."""
         handoff, proxy, prefill = self._handoff, self._proxy, self._prefill_name()
         if handoff is None or prefill is None:
             return
-        # P's lease began a little before its answer came.
-        lease_s = proxy.timeouts.kv_lease - proxy.timeouts.kv_lease_margin / 2
+        lease_s, margin_s, age_s = proxy.timeouts.kv_lease, proxy.timeouts.kv_lease_margin, handoff.age_s(proxy.clock())
         self._lease = LeaseWatch(
             proxy.expired_leases[prefill],
-            sure_for_s=lease_s - handoff.age_s(proxy.clock()),
+            sure_for_s=lease_s - margin_s / 2 - age_s,  # P's lease began a little before its answer came.
+            ends_in_s=lease_s - age_s,
             clock=proxy.clock,
             loop=proxy.loop,
         )
@@ -395,13 +365,7 @@ class Exchange:
         return self._proxy.loop.create_task(self._stale_read(client, self._lease))
 
     async def _stale_read(self, client: EngineClient, lease: LeaseWatch) -> EngineError | None:
-        if await lease.is_kept():
-            return None
-        return EngineProtocolError(
-            "answered after P's lease had run out, so what it read there may have been another request's KV",
-            engine=str(client.address),
-            reason=Reason.STALE_HANDOFF,
-        )
+        return None if await lease.is_kept() else stale_read(client.address)
 
     def _decode_failed(self, client: EngineClient, error: EngineError | ClientStalled | DeadlinePassed) -> None:
         """Book it: in the table, and against whoever may be at fault."""
@@ -410,8 +374,11 @@ class Exchange:
         self._apply(event)
         if not isinstance(error, EngineError) or (isinstance(error, EngineStatus) and _is_clients_fault(error.status)):
             return
-        is_pairs_fault = event is Event.DECODE_LOST or error.reason is Reason.WRONG_CONTEXT
-        if prefill is not None and is_pairs_fault and not self._is_gone(error):
+        if error.reason in WRONG_TEXT:
+            self._proxy.pool.report_wrong_text(name, error.reason)
+            if prefill is not None and error.reason is Reason.WRONG_CONTEXT:
+                self._proxy.pool.report_pair_failure(prefill, name, str(error))
+        elif prefill is not None and event is Event.DECODE_LOST and not self._is_gone(error):
             self._proxy.pool.report_pair_failure(prefill, name, str(error))
         else:
             self._blame(client.address, error)
@@ -441,7 +408,7 @@ class Exchange:
             return False  # It took the whole time that an answer may take.
         if not self._has_decode_left(error) or not self._attempts.may_decode_again():
             return False
-        self._give_up_split(str(error), "decode", error.reason)
+        self._give_up_split(error, "decode")
         self._handoff = None
         return True
 
@@ -455,49 +422,45 @@ class Exchange:
         return not is_same or not (isinstance(error, EngineStatus) and error.status in _BUSY_STATUSES)
 
     def _stream_starts(self) -> Headers:
-        self._phases.first_token_s = self._lap()
+        self._account.phases.first_token_s = self._account.lap()
         return self._answered()
 
     def _answered(self) -> Headers:
         """From now on the status stands. Gives pdserve's own headers."""
         self._apply(Event.DECODE_ANSWERED)
-        self._status = _OK
-        return self._headers()
+        self._close_lease()
+        self._account.status = _OK
+        return self._account.headers()
 
     # Step 8
 
     def _finish_stream(self, watch: UsageWatch) -> None:
-        self._phases.stream_s = self._lap()
+        self._account.phases.stream_s = self._account.lap()
         self._book(watch)
         self._reply.end()
         self._life.apply(Event.FINISHED)
 
     def _finish_whole(self, watch: UsageWatch, answer: Answer, body: bytes) -> None:
-        self._phases.decode_s = self._lap()
+        self._account.phases.decode_s = self._account.lap()
         self._book(watch)
         self._reply.send(_OK, [(b"content-type", answer.content_type), *self._answered()], body)
         self._life.apply(Event.FINISHED)
 
     def _book(self, watch: UsageWatch) -> None:
-        usage = watch.usage
-        if self._handoff is not None:
-            self._evidence = judge(usage)
-            if self._evidence.place is PrefillPlace.LOCAL:
-                _logger.warning("%s: %s", self._call.request_id, self._evidence.cause)
-        elif usage is not None:
-            known = self._evidence
-            self._evidence = Evidence(known.place, usage.prompt_tokens, usage.num_cached_tokens, known.cause)
+        self._account.book(watch.usage, was_handed=self._handoff is not None)
+        if self._handoff is not None and self._account.evidence.place is PrefillPlace.LOCAL:
+            _logger.warning("%s: %s", self._call.request_id, self._account.evidence.cause)
 
     def end(self, event: Event, error: RequestError | None = None) -> None:
         """Close the request's life, whatever state it is in."""
         if error is not None:
-            self._reason = error.reason
+            self._account.reason = error.reason
             if not self._reply.is_started:
-                self._status = error.status
+                self._account.status = error.status
         if self._life.state is State.CLOSED:
             return
         if error is None and event is Event.FAILED:
-            self._reason = Reason.INTERNAL
+            self._account.reason = Reason.INTERNAL
         if self._life.state is State.DECODING and self._watch is not None and self._watch.usage is not None:
             self._book(self._watch)
         if self._life.state is State.HANDED and self._relay is not None and self._relay.was_unsent:
@@ -506,26 +469,8 @@ class Exchange:
 
     def record(self) -> RequestRecord:
         """What the journal keeps."""
-        decision, call = self._decision, self._call
-        usage = self._watch.usage if self._watch is not None else None
-        return RequestRecord(
-            request_id=call.request_id,
-            path=str(call.api),
-            key_name=call.key_name,
-            is_stream=call.facts.is_stream,
-            prefill=decision.prefill.name if isinstance(decision, RemotePrefill) else None,
-            decode=decision.decode.name if decision is not None else None,
-            status=self._status,
-            reason=self._reason,
-            place=self._evidence.place,
-            cause=self._evidence.cause,
-            num_prompt_tokens=self._evidence.num_prompt_tokens,
-            num_remote_tokens=self._evidence.num_remote_tokens,
-            num_output_tokens=usage.completion_tokens if usage is not None else None,
-            num_failed_legs=self._attempts.num_prefill + self._attempts.num_decode,
-            phases=self._phases,
-            handoff=HandoffRecord.of(self._handoff) if self._handoff is not None else None,
-        )
+        num_failed_legs = self._attempts.num_prefill + self._attempts.num_decode
+        return self._account.record(self._decision, self._handoff, num_failed_legs=num_failed_legs)
 
     # Inside
 
@@ -537,8 +482,10 @@ class Exchange:
             self._proxy.pool.hold(prefill, -1 if was_holding else 1)
         if releases:
             assert self._handoff is not None
-            avoid = self._decision.decode if self._decision is not None else None
-            self._proxy.releaser.release(self._handoff, headers=self._call.engine_headers, avoid=avoid)
+            assert self._decision is not None
+            assert prefill is not None
+            headers, avoid = self._call.engine_headers, self._decision.decode
+            self._proxy.releaser.release(self._handoff, prefill=prefill, headers=headers, avoid=avoid)
             if self._life.state is State.OPEN:
                 self._handoff = None
 
@@ -547,9 +494,7 @@ class Exchange:
         if isinstance(error, EngineStatus) and error.status in _BUSY_STATUSES:
             return
         pool.report_failure(engine.name, error.reason)
-        if isinstance(error, EngineTimeout):
-            pool.report_unreachable(engine.name)
-        elif isinstance(error, EngineUnreachable):
+        if isinstance(error, EngineTimeout | EngineUnreachable):
             pool.report_broken(engine.name)
 
     def _prefill_name(self) -> EngineName | None:
@@ -563,39 +508,9 @@ class Exchange:
             raise DeadlinePassed(self._proxy.timeouts.total)
         return min(timeout_s, left_s)
 
-    def _headers(self) -> Headers:
-        phases = self._phases
-        timed = (
-            ("queue", phases.queue_s),
-            ("prefill", phases.prefill_s),
-            ("handoff", phases.handoff_s),
-            ("first-token", phases.first_token_s),
-            ("decode", phases.decode_s),
-        )
-        timing = ", ".join(f"{name};dur={seconds * 1e3:.2f}" for name, seconds in timed if seconds is not None)
-        return [
-            (b"x-pdserve-request-id", self._call.request_id.encode()),
-            (b"x-pdserve-prefill", self._evidence.place.encode()),
-            (b"server-timing", timing.encode()),
-        ]
-
-    def _lap(self) -> float:
-        """Seconds since the last lap."""
-        now_s = self._proxy.clock()
-        lap_s, self._mark_s = now_s - self._mark_s, now_s
-        return lap_s
-
 
 def _is_clients_fault(status: int) -> bool:
     return 400 <= status < 500 and status not in _BUSY_STATUSES  # noqa: PLR2004
-
-
-def _not_an_answer(client: EngineClient, api: openai.Api, body: bytes) -> EngineError | None:
-    """A 200 with something else is an engine, or something before it, talking nonsense."""
-    if body[:1] == b"{" and body.rstrip()[-1:] == b"}" and ANSWER_MARK[api] in body:
-        return None
-    shown = body[:100].decode(errors="replace")
-    return EngineProtocolError(f"answered 200 with something that is no answer: {shown!r}", engine=str(client.address))
 
 
 def _engine_status(client: EngineClient, answer: Answer) -> EngineError:

@@ -14,7 +14,7 @@ from pdserve.core import PrefillPlace
 from pdserve.engine.transport import MAX_WHOLE_ANSWER_BYTES
 from pdserve.errors import EngineProtocolError, EngineStatus, RequestError
 from pdserve.protocol.openai import facts_of
-from pdserve.protocol.parts import DONE_EVENT, StreamMerge, UnmergeableAnswer, merge_answers
+from pdserve.protocol.parts import DONE_EVENT, MAX_PARTS_AT_ONCE, StreamMerge, UnmergeableAnswer, merge_answers
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
@@ -26,8 +26,7 @@ if TYPE_CHECKING:
 
     Answer = Callable[[Call, Reply], Awaitable[None]]
 
-MAX_AT_ONCE = 32
-"""Parts of one request that run side by side; the rest wait for one of these to end."""
+MAX_AT_ONCE = MAX_PARTS_AT_ONCE
 
 _OK = 200
 _ENGINES = "the engines of a request in parts"

@@ -1,6 +1,6 @@
 """An engine's answer to a request that is passed through: a whole one is kept, a stream goes to the client as it comes.
 
-Unlike the relay of a D leg it knows neither legs nor evidence, and holds nothing back.
+Unlike the relay of a D leg it knows neither legs nor evidence, and holds nothing back but an unfinished event.
 """
 
 from __future__ import annotations
@@ -8,8 +8,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from pdserve.engine.transport import MAX_WHOLE_ANSWER_BYTES, Answer, content_type_of
-from pdserve.errors import ClientStalled, EngineProtocolError, Reason, RequestError
-from pdserve.protocol.sse import EventRelay
+from pdserve.errors import ClientStalled, DeadlinePassed, EngineProtocolError, Reason, RequestError
+from pdserve.protocol.sse import EventRelay, EventTooLong
 from pdserve.protocol.usage import UsageWatch
 
 if TYPE_CHECKING:
@@ -40,7 +40,9 @@ class Passing:
         api: Api | None,
         loop: asyncio.AbstractEventLoop,
         timeouts: TimeoutsConfig,
+        total_timeout_s: float,
     ) -> None:
+        """`total_timeout_s` is what is left of the time that the whole request may take."""
         self._response = response
         self._engine = engine
         self._connection: ClientConnection | None = connection
@@ -59,7 +61,9 @@ class Passing:
         self._silence_s = timeouts.silence
         self._timeout_s = timeouts.whole_answer
         self._last_piece_s = loop.time()
-        self._timer = loop.call_later(self._timeout_s, self._check_time)
+        self._total_s = timeouts.total
+        self._deadline_s = self._last_piece_s + total_timeout_s
+        self._timer = loop.call_at(self._next_check_s(), self._check_time)
         self.outcome: asyncio.Future[Answer | None] = loop.create_future()
 
     def close(self) -> None:
@@ -81,13 +85,13 @@ class Passing:
         self._timeout_s = self._silence_s
         self._touch()
         self._timer.cancel()
-        self._timer = self._loop.call_later(self._timeout_s, self._check_time)
+        self._timer = self._loop.call_at(self._next_check_s(), self._check_time)
         self._response.start(_OK, [(b"content-type", content_type), (b"cache-control", b"no-cache")], source=self)
 
     def on_body(self, data: bytes) -> None:
         self._touch()
         if self._is_stream:
-            self._response.write(data if self._events is None else self._events.feed(data))
+            self._write(data)
             return
         self._pieces.append(data)
         self._num_bytes += len(data)
@@ -102,8 +106,10 @@ class Passing:
         if not self._is_stream:
             self.outcome.set_result(Answer(self._status, self._headers, b"".join(self._pieces)))
             return
-        if self._events is not None:
-            self._response.write(self._events.flush())
+        if self._events is not None and self._events.flush():
+            message, reason = "the stream ended in the middle of an event", Reason.ENGINE_BROKE_OFF
+            self._fail(EngineProtocolError(message, engine=str(self._engine.address), reason=reason))
+            return
         self.outcome.set_result(None)
 
     def on_failure(self, error: ConnectionFailed | ProtocolViolated) -> None:
@@ -126,13 +132,29 @@ class Passing:
 
     # Inside
 
+    def _write(self, data: bytes) -> None:
+        if self.outcome.done():
+            return
+        if self._events is not None:
+            try:
+                data = self._events.feed(data)
+            except EventTooLong as exc:
+                self._fail(EngineProtocolError(str(exc), engine=str(self._engine.address)))
+                return
+        self._response.write(data)
+
     def _touch(self) -> None:
         self._last_piece_s = self._loop.time()
 
+    def _next_check_s(self) -> float:
+        return min(self._last_piece_s + self._timeout_s, self._deadline_s)
+
     def _check_time(self) -> None:
-        left_s = self._last_piece_s + self._timeout_s - self._loop.time()
-        if left_s > 0:
-            self._timer = self._loop.call_later(left_s, self._check_time)
+        now_s = self._loop.time()
+        if now_s >= self._deadline_s:
+            self._fail(DeadlinePassed(self._total_s))
+        elif now_s < self._last_piece_s + self._timeout_s:
+            self._timer = self._loop.call_at(self._next_check_s(), self._check_time)
         elif self._is_paused:
             self._fail(ClientStalled(self._timeout_s))
         elif self._is_stream:

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from pdserve.engine.pool import EnginePool
     from pdserve.engine.transport import Answer, EngineClient
     from pdserve.gateway.proxy import Proxy
+    from pdserve.http.client import ClientConnection
     from pdserve.http.server import Headers, Request, Response
 
     Handler = Callable[[Request, Response], Awaitable[None]]
@@ -62,6 +63,8 @@ _TIMEOUT_S = 10.0
 _OK = 200
 _NOT_HERE = frozenset({404, 501})
 """vLLM's answers for a path, a model or a response that it does not have, and for what its model cannot do."""
+_NOT_ASKED = frozenset({Reason.ENGINE_UNREACHABLE, Reason.CONNECT_TIMEOUT})
+"""The engine has not said a word: another one may."""
 _HANDOFF_MARK = b"transfer_params"
 _IS_ID = re.compile(rb"[A-Za-z0-9_.:-]{1,256}")
 
@@ -81,7 +84,7 @@ async def find_response(pool: EnginePool, response_id: str, headers: Headers) ->
     names = [client.address.name for client in _clients(pool)]
     path = f"/v1/responses/{quote(response_id, safe='')}"
     answers = await _ask_all(pool, names, path, headers)
-    found = (name for name, answer in answers if not isinstance(answer, EngineError) and answer.status == _OK)
+    found = (name for name, answer in answers if not isinstance(answer, RequestError) and answer.status == _OK)
     return next(found, None)
 
 
@@ -165,9 +168,8 @@ class Passthrough:
         for client in _clients(self._pool):
             try:
                 answer = await self._ask(client, request, response, body, content_type)
-            except EngineUnreachable as exc:
-                self._pool.report_unreachable(client.address.name, may_be_another=True)
-                if response.is_started or exc.reason is not Reason.ENGINE_UNREACHABLE:
+            except EngineError as exc:
+                if response.is_started or exc.reason not in _NOT_ASKED:
                     raise
                 error = error or exc
                 continue
@@ -188,8 +190,9 @@ class Passthrough:
         """A whole answer; None when it was a stream, which the client has by then. Raises RequestError."""
         path = request.path.rstrip(b"/").decode() + (f"?{request.query.decode()}" if request.query else "")
         request_id = f"{self._id_prefix}{next(self._num_ids)}".encode()
+        deadline_s = request.received_at_s + self._proxy.timeouts.total
         while True:
-            connection = await client.connect()
+            connection = await self._connect(client)
             passing = Passing(
                 response,
                 client,
@@ -197,6 +200,7 @@ class Passthrough:
                 api=openai.api_of(request.path),
                 loop=self._proxy.loop,
                 timeouts=self._proxy.timeouts,
+                total_timeout_s=deadline_s - self._proxy.clock(),
             )
             try:
                 with self._pool.leg(client.address.name):
@@ -214,9 +218,19 @@ class Passthrough:
             except EngineUnreachable as exc:
                 # The engine may have closed an idle connection just as it was used again.
                 if not connection.was_used or response.is_started or exc.reason is not Reason.ENGINE_UNREACHABLE:
+                    self._pool.report_broken(client.address.name)
                     raise
             finally:
                 passing.close()
+
+    async def _connect(self, client: EngineClient) -> ClientConnection:
+        """Only an engine that cannot be connected to may be another process by now. Raises EngineError or OutOfSockets."""
+        try:
+            return await client.connect()
+        except EngineError as exc:
+            may_be_another = isinstance(exc, EngineUnreachable)
+            self._pool.report_unreachable(client.address.name, may_be_another=may_be_another)
+            raise
 
     # What the gateway puts together
 
@@ -239,19 +253,19 @@ class Passthrough:
         names = [client.address.name for client in clients]
         answers = await _ask_all(self._pool, names, _MODELS.decode(), self._proxy.engine_headers(request))
         models: dict[str, msgspec.Raw] = {}
-        errors: list[EngineError] = []
+        errors: list[RequestError] = []
         for name, answer in answers:
             try:
                 models = _listed(self._pool.client(name), answer) | models
-            except EngineError as exc:
+            except RequestError as exc:
                 errors.append(exc)
         if len(errors) == len(answers):
             raise errors[0]
         return models
 
 
-def _listed(client: EngineClient, answer: Answer | EngineError) -> dict[str, msgspec.Raw]:
-    if isinstance(answer, EngineError):
+def _listed(client: EngineClient, answer: Answer | RequestError) -> dict[str, msgspec.Raw]:
+    if isinstance(answer, RequestError):
         raise answer
     if answer.status != _OK:
         raise client.status_error(answer)
@@ -261,13 +275,13 @@ def _listed(client: EngineClient, answer: Answer | EngineError) -> dict[str, msg
 
 async def _ask_all(
     pool: EnginePool, names: Iterable[EngineName], path: str, headers: Headers
-) -> list[tuple[EngineName, Answer | EngineError]]:
+) -> list[tuple[EngineName, Answer | RequestError]]:
     """Every engine's answer, or why there is none."""
 
-    async def ask(name: EngineName) -> tuple[EngineName, Answer | EngineError]:
+    async def ask(name: EngineName) -> tuple[EngineName, Answer | RequestError]:
         try:
             return name, await pool.client(name).get(path, timeout_s=_TIMEOUT_S, headers=headers)
-        except EngineError as exc:
+        except RequestError as exc:
             return name, exc
 
     return list(await asyncio.gather(*map(ask, names)))

@@ -12,7 +12,7 @@ from pdserve.engine.transport import MAX_WHOLE_ANSWER_BYTES, Answer, content_typ
 from pdserve.errors import ClientStalled, DeadlinePassed, EngineError, EngineProtocolError, EngineStatus, Reason
 from pdserve.protocol.openai import error_status
 from pdserve.protocol.preamble import ends_stream, error_marks, is_preamble, stream_error
-from pdserve.protocol.sse import EventRelay, is_sound, look_sound, split_events
+from pdserve.protocol.sse import EventRelay, EventTooLong, is_sound, look_sound, split_events
 
 if TYPE_CHECKING:
     import asyncio
@@ -122,10 +122,14 @@ class Relay:
         if self._check is not None:
             self._early.append(data)
             return
-        events = self._events.feed(data)
+        try:
+            events = self._events.feed(data)
+        except EventTooLong as exc:
+            self._cut(EngineProtocolError(str(exc), engine=str(self._engine.address)))
+            return
         if not look_sound(events):
             events = self._until_garbage(events)
-        if not events:
+        if not events or self._is_cut:
             return
         if self.first_byte_at_s is None:
             events = self._begin(events)
@@ -133,7 +137,7 @@ class Relay:
             for mark in self._error_marks:
                 if mark in events:
                     events = self._until_error(events)
-        if events and not self._is_cut:
+        if events:
             self._tail = events
             self._reply.write(events)
 
@@ -210,20 +214,20 @@ class Relay:
 
         An error that comes first can still be told with a status of its own, or be tried again.
         """
+        has_content = False
         for event in split_events(events):
-            if is_preamble(self._api, event) and len(self._held) < _MAX_HELD_BYTES:
-                self._held += event
-                continue
             body = stream_error(self._api, event)
             if body is not None:
                 self._become_whole(body)
                 return b""
-            self._held += events[events.index(event) :]
-            check = self._check_lease()
-            if check is None:
-                return self._start()
-            self._wait_for(check)
+            has_content |= len(self._held) >= _MAX_HELD_BYTES or not is_preamble(self._api, event)
+            self._held += event
+        if not has_content:
             return b""
+        check = self._check_lease()
+        if check is None:
+            return self._start()
+        self._wait_for(check)
         return b""
 
     def _start(self) -> bytes:
@@ -289,10 +293,8 @@ class Relay:
             if not is_sound(event):
                 if before and self._is_streaming:
                     self._reply.write(before)
-                shown = event[:100].decode(errors="replace")
-                self._cut(
-                    EngineProtocolError(f"sent an event that is none: {shown!r}", engine=str(self._engine.address))
-                )
+                message = f"sent {len(event)} bytes that are no event"
+                self._cut(EngineProtocolError(message, engine=str(self._engine.address)))
                 return b""
             before += event
         return events

@@ -12,13 +12,13 @@ import uuid
 from typing import TYPE_CHECKING
 
 from pdserve.core import Role
-from pdserve.errors import EngineError
+from pdserve.errors import EngineError, OutOfSockets
 from pdserve.protocol import nixl
 from pdserve.protocol.openai import Api
 from pdserve.telemetry.metrics import RELEASES
 
 if TYPE_CHECKING:
-    from pdserve.core import EngineAddress
+    from pdserve.core import EngineAddress, EngineName
     from pdserve.engine.pool import EnginePool
     from pdserve.http.server import Headers
     from pdserve.protocol.nixl import Handoff
@@ -36,8 +36,18 @@ class Releaser:
         self._tally = tally
         self._tasks: set[asyncio.Task[None]] = set()
 
-    def release(self, handoff: Handoff, *, headers: Headers, avoid: EngineAddress | None = None) -> None:
-        """Start freeing a handoff's blocks through any decode engine, healthy ones first and `avoid` last."""
+    def release(
+        self, handoff: Handoff, *, prefill: EngineName, headers: Headers, avoid: EngineAddress | None = None
+    ) -> None:
+        """Start freeing a handoff's blocks through any decode engine, healthy ones first and `avoid` last.
+
+        D connects to the host that stands in the handoff for this too, so a foreign one is left to the lease.
+        """
+        try:
+            self._pool.check_handoff_host(prefill, handoff)
+        except nixl.UnusableHandoff as exc:
+            self._give_up(handoff, str(exc))
+            return
         task = asyncio.get_running_loop().create_task(self._release(handoff, headers, avoid))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -52,9 +62,13 @@ class Releaser:
             if await self._try_release(handoff, decode, headers):
                 self._tally.count(RELEASES, "released")
                 return
+        self._give_up(handoff, "no decode engine took the release")
+
+    def _give_up(self, handoff: Handoff, cause: str) -> None:
         self._tally.count(RELEASES, "failed")
         _logger.warning(
-            "no decode engine took the release of %s: engine %s keeps %d blocks until its lease ends",
+            "%s of %s: engine %s keeps %d blocks until its lease ends",
+            cause,
             handoff.request_id,
             handoff.engine_id,
             handoff.num_blocks,
@@ -71,7 +85,7 @@ class Releaser:
                 timeout_s=_TIMEOUT_S,
                 headers=headers,
             )
-        except EngineError as exc:
+        except (EngineError, OutOfSockets) as exc:
             _logger.info("release through %s failed: %s", decode, exc)
             return False
         return answer.status == 404  # noqa: PLR2004 - refused for its model: that refusal is what frees the blocks

@@ -59,8 +59,12 @@ async def running_gateway(
     sockets: tuple[socket.socket, socket.socket],
     *,
     credentials: Credentials | None = None,
+    max_clients: int | None = None,
 ) -> AsyncIterator[Gateway]:
-    """Serve until the block is left; then drain within `timeouts.shutdown`. Without credentials, those of `config` alone."""
+    """Serve until the block is left; then drain within `timeouts.shutdown`. Without credentials, those of `config` alone.
+
+    Clients beyond `max_clients` connections are refused: engines need sockets too.
+    """
     credentials = credentials or read_credentials(config, {})
     timeouts, clock = config.timeouts, time.monotonic
     tally = Tally()
@@ -73,6 +77,7 @@ async def running_gateway(
         sockets[0],
         tls=_client_tls(config.gateway),
         admit=credentials.admit,
+        max_connections=max_clients,
         max_body_bytes=config.gateway.max_body_bytes,
         shutdown_s=timeouts.shutdown,
     )

@@ -36,13 +36,13 @@ PROMPT_PARTS = {
 }
 """What makes a prompt long."""
 
-ANSWER_MARK = {
-    Api.COMPLETIONS: b'"choices"',
-    Api.CHAT_COMPLETIONS: b'"choices"',
-    Api.RESPONSES: b'"output"',
-    Api.MESSAGES: b'"content"',
+ANSWER_FIELD = {
+    Api.COMPLETIONS: "choices",
+    Api.CHAT_COMPLETIONS: "choices",
+    Api.RESPONSES: "output",
+    Api.MESSAGES: "content",
 }
-"""What every whole answer holds."""
+"""Without it a whole answer is none."""
 
 LIMIT_FIELDS = ("max_tokens", "max_completion_tokens", "max_output_tokens")
 """Every spelling of how long an answer may get."""

@@ -6,6 +6,8 @@ here knows of connectors.
 
 from __future__ import annotations
 
+import hashlib
+
 import msgspec
 
 from pdserve.core import RequestFacts
@@ -47,6 +49,7 @@ __all__ = [
     "split_request",
     "try_split",
     "wants_stream_usage",
+    "with_cache_salt",
     "with_stream_usage",
     "without_reserved",
 ]
@@ -131,6 +134,12 @@ def with_stream_usage(api: Api, fields: Fields) -> Fields:
     # Without effect for a client that wants no usage, and with ours it would bring usage in every chunk.
     inner.pop("continuous_usage_stats", None)
     return {**fields, "stream_options": raw(inner)}
+
+
+def with_cache_salt(fields: Fields, salt: str) -> Fields:
+    """The same request, in a prefix cache of its own: the client's own salt still keeps apart what it kept apart."""
+    digest = hashlib.sha256(bytes(fields.get("cache_salt", b"")) + salt.encode()).hexdigest()
+    return {**fields, "cache_salt": raw(digest)}
 
 
 def previous_response_id(fields: Fields) -> str | None:

@@ -24,6 +24,11 @@ if TYPE_CHECKING:
     from pdserve.protocol.fields import Fields
 
 MAX_PARTS = 128
+MAX_PARTS_AT_ONCE = 32
+"""Parts of one request that run side by side; the rest wait for one of these to end."""
+MAX_BYTES_AT_ONCE = 64 * 1024 * 1024
+"""Of all parts that run side by side, each of which carries the prompt anew: as much as one client's body may have by default.
+What would take more goes to one engine whole, which holds the prompt once."""
 MAX_UNFINISHED_EVENT_BYTES = 16 * 1024 * 1024
 """Of one part. The longest event is a first one that tells the prompt's token ids."""
 
@@ -88,6 +93,8 @@ def take_apart(api: Api, fields: Fields) -> Parts | None:
     requests = tuple({**common, **prompt, **seed} for prompt in prompts for seed in seeds)
     if facts_of(api, requests[0]).alone_reason is not None:
         return None
+    if min(len(requests), MAX_PARTS_AT_ONCE) * _num_bytes(common | max(prompts, key=_num_bytes)) > MAX_BYTES_AT_ONCE:
+        return None
     return Parts(api, requests, num_choices)
 
 
@@ -96,6 +103,10 @@ def _num_choices(fields: Fields) -> int:
     if is_absent(fields, "n"):
         return 1
     return int(bytes(fields["n"])) if is_count(fields["n"]) else 0
+
+
+def _num_bytes(fields: Fields) -> int:
+    return sum(len(memoryview(value)) for value in fields.values())
 
 
 def _prompts(api: Api, fields: Fields) -> Sequence[Fields]:

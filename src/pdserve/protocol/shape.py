@@ -72,7 +72,7 @@ def is_stream(fields: Fields) -> bool:
 
 
 def _reason_of_choices(api: Api, fields: Fields) -> AloneReason | None:
-    if not (is_plain(fields, "n", _ONES) and is_plain(fields, "best_of", _ONES)):
+    if not (is_plain(fields, "n", _ONES) and _is_best_of_ignored(fields)):
         return AloneReason.MANY_CHOICES
     if not is_plain(fields, "use_beam_search", FALSES):
         return AloneReason.BEAM_SEARCH
@@ -83,6 +83,11 @@ def _reason_of_choices(api: Api, fields: Fields) -> AloneReason | None:
     if not is_absent(fields, "prompt_embeds") or (api is Api.COMPLETIONS and _has_many_prompts(fields["prompt"])):
         return AloneReason.MANY_PROMPTS
     return None if _is_truncation_plain(fields) else AloneReason.UNUSUAL_FIELDS
+
+
+def _is_best_of_ignored(fields: Fields) -> bool:
+    """vLLM 0.32 does not know the field (entrypoints/openai/completion/protocol.py): with any number, `n` alone counts."""
+    return is_absent(fields, "best_of") or is_count(fields["best_of"])
 
 
 def _reason_of_response(fields: Fields) -> AloneReason | None:

@@ -8,13 +8,22 @@ from __future__ import annotations
 
 from typing import Protocol
 
-MAX_EVENT_BYTES = 1024 * 1024
-"""An unfinished event longer than this is handed on in pieces, unread: the relay may not hold a stream without bound."""
+MAX_EVENT_BYTES = 64 * 1024 * 1024
+"""Of one event. The longest is a response's last, which repeats all of it with instructions, tools and logprobs; passed on in
+pieces it could be neither edited nor known for the end, so a stream with a longer one fails."""
 
 _EVENT_ENDS = (b"\n\n", b"\r\n\r\n")
+_LONGEST_END = 4
 PROMPT_TOKENS_MARK = b'"prompt_tokens"'
 """A key of every usage of completions and chat. Inside a longer string its quotes would be escaped; as the whole of one it only
 makes the event be looked into."""
+
+
+class EventTooLong(Exception):
+    """An event that is longer than anything an engine has to say in one."""
+
+    def __init__(self) -> None:
+        super().__init__(f"sent an event of more than {MAX_EVENT_BYTES} bytes")
 
 
 class UsageEdit(Protocol):
@@ -33,28 +42,33 @@ class EventRelay:
         self._edit = edit
         self._mark = mark
         """What every event that is to be edited holds."""
-        self._pending = b""
+        self._pending = bytearray()
+        """The beginning of an event. Not a list of pieces: a piece of a few bytes would weigh fifty."""
 
     def feed(self, data: bytes) -> bytes:
-        """Whole events, edited where they hold usage; an unfinished one waits for its rest."""
-        if self._pending:
-            data = self._pending + data
-            self._pending = b""
-        if not _ends_event(data):
-            data = self._hold_back(data)
+        """Whole events, edited where they hold usage; an unfinished one waits for its rest. Raises EventTooLong."""
+        if self._pending or not data.endswith(_EVENT_ENDS):
+            data = self._whole_events(data)
         return self._edited(data) if self._mark in data else data
 
     def flush(self) -> bytes:
         """What is left when the stream ended in the middle of an event."""
-        data, self._pending = self._pending, b""
+        data, self._pending = bytes(self._pending), bytearray()
         return data
 
-    def _hold_back(self, data: bytes) -> bytes:
-        end = max((found + len(mark) for mark in _EVENT_ENDS if (found := data.rfind(mark)) >= 0), default=0)
-        if len(data) - end > MAX_EVENT_BYTES:
-            return data
-        self._pending = data[end:]
-        return data[:end]
+    def _whole_events(self, data: bytes) -> bytes:
+        """What is complete with this piece. Only where the piece begins can an end lie across it."""
+        pending = self._pending
+        start = max(0, len(pending) - _LONGEST_END + 1)
+        pending += data
+        end = max((found + len(mark) for mark in _EVENT_ENDS if (found := pending.rfind(mark, start)) >= 0), default=0)
+        if len(pending) - end > MAX_EVENT_BYTES:
+            raise EventTooLong
+        if not end:
+            return b""
+        self._pending = pending[end:]
+        del pending[end:]
+        return bytes(pending)
 
     def _edited(self, data: bytes) -> bytes:
         return b"".join(self._edit(event) if self._mark in event else event for event in split_events(data))
@@ -101,10 +115,10 @@ def with_data(event: bytes, data: bytes) -> bytes:
     return b"\n".join([*others, *(b"data: " + line for line in data.split(b"\n"))]) + b"\n\n"
 
 
-def _ends_event(data: bytes) -> bool:
-    return data.endswith(_EVENT_ENDS)
-
-
 def _event_end(data: bytes, start: int) -> int:
-    ends = (found + len(mark) for mark in _EVENT_ENDS if (found := data.find(mark, start)) >= 0)
-    return min(ends, default=len(data))
+    end = len(data)
+    for mark in _EVENT_ENDS:
+        found = data.find(mark, start, end)
+        if found >= 0:
+            end = found + len(mark)
+    return end

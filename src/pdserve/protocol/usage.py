@@ -112,6 +112,10 @@ def judge(usage: Usage | None) -> Evidence:
         # A prefix hit of its own never covers the last token: vLLM computes at least one (v1/core/kv_cache_manager.py,
         # get_computed_blocks), so a count this high can only have come over the wire.
         return Evidence(PrefillPlace.REMOTE, num_prompt, num_cached)
+    if num_prompt == 1:
+        # With all of a prompt there vLLM computes the last token once more, and of one token nothing is left
+        # (0.32, v1/core/sched/scheduler.py, _update_waiting_for_remote_kv).
+        return Evidence(PrefillPlace.LOCAL, 1, num_cached, cause="D computes a prompt of a single token in any case")
     computed = num_prompt - num_cached
     return Evidence(
         PrefillPlace.LOCAL,
