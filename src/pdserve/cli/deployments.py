@@ -78,10 +78,15 @@ async def _show_status(found: DeploymentState) -> None:
     if gateway is None:
         console.print("the gateway does not answer yet", style="yellow")
         return
+    for engine in gateway.engines:
+        if engine.breaker != "closed":
+            console.print(f"{engine.name} fails its requests and is left alone for a while", style="yellow")
     for pair in gateway.pairs:
         console.print(styled_state(pair.state), Text(f"{pair.prefill} to {pair.decode} {pair.cause}"))
     places = ", ".join(f"{count} {place}" for place, count in gateway.num_by_place.items() if count)
     console.print(f"{gateway.num_requests} requests" + (f": prefill {places}" if places else ""))
+    if gateway.num_running:
+        console.print(f"{gateway.num_running} under way, {gateway.num_queued} waiting for their turn")
 
 
 def _processes(found: DeploymentState) -> list[ProcessInfo]:

@@ -23,6 +23,7 @@ _STATE_STYLES = {
     "starting": "yellow",
     "proving": "yellow",
     "warning": "yellow",
+    "draining": "yellow",
     "unproven": "yellow",
     "exited": "red",
     "down": "red",
