@@ -21,6 +21,7 @@ from pdserve.core import EngineAddress, EngineName, Role
 from pdserve.gateway.auth import read_credentials
 from pdserve.gateway.service import bind_gateway, running_gateway
 from pdserve.sim.stand_in import run_stand_in
+from pdserve.telemetry.metrics import UNAUTHORIZED
 from split import MODEL, SETTINGS, TIMEOUTS, until_ready
 from tap import Tap, tapped
 
@@ -57,7 +58,7 @@ async def _deployment(environ: Mapping[str, str]) -> AsyncIterator[tuple[Gateway
 
 async def test_a_request_without_a_known_key_is_refused() -> None:
     """With an error that OpenAI's client understands, and no engine hears of it."""
-    async with _deployment(_KEYS) as (_, client, taps):
+    async with _deployment(_KEYS) as (gateway, client, taps):
         for headers in ({}, {"authorization": "Bearer sk-anna"}, {"x-api-key": "nothing"}):
             answer = await client.post("/v1/completions", json=_BODY, headers=headers)
             assert answer.status_code == 401
@@ -66,6 +67,7 @@ async def test_a_request_without_a_known_key_is_refused() -> None:
             assert answer.json()["error"]["code"] == "unauthorized"
         assert (await client.get("/v1/models")).status_code == 401
         assert (await client.get("/nowhere")).status_code == 401
+        assert gateway.proxy.tally.value(UNAUTHORIZED) == 5
         assert (await client.get("/health")).status_code == 200
         assert (await client.get("/healthcheck")).status_code == 200
         assert all(b"one two three" not in bytes(tap.sent) for tap in taps)

@@ -11,7 +11,7 @@ import secrets
 from typing import TYPE_CHECKING
 
 from pdserve.core import AloneReason, Role
-from pdserve.errors import ClientStalled, RequestError, ShuttingDown
+from pdserve.errors import ClientStalled, InvalidRequest, RequestError, ShuttingDown
 from pdserve.gateway.admission import Admission
 from pdserve.gateway.attempts import RetryBudget
 from pdserve.gateway.call import Call
@@ -22,7 +22,7 @@ from pdserve.gateway.passthrough import find_response
 from pdserve.protocol import openai
 from pdserve.protocol.handoff import Event
 from pdserve.protocol.parts import take_apart
-from pdserve.telemetry.metrics import REQUESTS
+from pdserve.telemetry.metrics import REQUESTS, UNAUTHORIZED
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -112,6 +112,14 @@ class Proxy:
         finally:
             exchange.end(Event.FAILED)  # Without effect unless a fault of ours came up here.
             self.journal.add(exchange.record())
+
+    def admit(self, request: Request) -> None:
+        """Let a request in by its key. Raises InvalidRequest."""
+        try:
+            self._credentials.admit(request)
+        except InvalidRequest:
+            self.tally.count(UNAUTHORIZED)
+            raise
 
     def engine_headers(self, request: Request) -> Headers:
         """What of a client's headers goes on to engines."""
