@@ -176,6 +176,18 @@ async def test_a_lease_is_kept_where_p_says_so(counts: tuple[int | None, ...], i
         assert await _is_kept(listener.url) is is_kept
 
 
+async def test_a_count_that_came_late_proves_nothing() -> None:
+    """The gateway's own loop stood still: what P says then may have this very lease in it already."""
+    async with Listener(_Prefill(3, 3), bind("127.0.0.1", 0)) as listener, _expired_on(listener.url) as expired:
+        loop = asyncio.get_running_loop()
+        watch = LeaseWatch(expired, sure_for_s=0.4, ends_in_s=60.0, clock=time.monotonic, loop=loop)
+        time.sleep(0.6)  # noqa: ASYNC251 - it is the loop that is to stand still
+        await asyncio.sleep(0.05)
+        assert not watch.is_sure
+        assert not await watch.is_kept()
+        watch.close()
+
+
 async def test_those_who_ask_at_once_are_answered_at_once() -> None:
     """One reading of /metrics for all, as long as it began after they asked."""
     async with Listener(_Prefill(3, 4), bind("127.0.0.1", 0)) as listener, _expired_on(listener.url) as expired:
@@ -193,7 +205,7 @@ async def test_an_engine_that_is_gone_gave_its_blocks_to_nobody() -> None:
 async def _is_kept(url: str) -> bool:
     async with _expired_on(url) as expired:
         loop = asyncio.get_running_loop()
-        watch = LeaseWatch(expired, sure_for_s=1.0, ends_in_s=60.0, clock=time.monotonic, loop=loop)
+        watch = LeaseWatch(expired, sure_for_s=2.0, ends_in_s=60.0, clock=time.monotonic, loop=loop)
         assert watch.is_sure
         async with asyncio.timeout(10):
             while watch.is_sure:  # noqa: ASYNC110 - a timer of its own, and the test's is the only other one

@@ -117,10 +117,14 @@ class LeaseWatch:
         return before is not None and now is not None and now <= before
 
     def _look(self) -> None:
-        not_before_s = self._clock() - _SHARED_FOR_S
-        count = self._expired.count(not_before_s=not_before_s, patience_s=self._patience_s)
-        self._before = self._loop.create_task(count)
+        self._before = self._loop.create_task(self._count_before())
         self._timer = self._loop.call_later(self._rest_s, self._look_again)
+
+    async def _count_before(self) -> int | None:
+        """The count while this lease is sure. None when it came later: a loop that stood still runs its timers late."""
+        not_before_s = self._clock() - _SHARED_FOR_S
+        count = await self._expired.count(not_before_s=not_before_s, patience_s=self._patience_s)
+        return count if self.is_sure else None
 
     def _look_again(self) -> None:
         self._after = self._loop.create_task(self._expired.count(not_before_s=self._clock()))
