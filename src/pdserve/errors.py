@@ -9,10 +9,12 @@
       VerifyFailed                    exit 1: KV did not move, or the answers differ
       RequestError                    has a status and a reason; becomes an OpenAI error body
         InvalidRequest 4xx            the client's fault
+          MethodNotAllowed 405        with the methods that the path takes
         Overloaded 429                the queue is full, or a turn did not come in time
         NoEligibleEngine 503
         DeadlinePassed 504            the request as a whole took too long
         ShuttingDown 503              the gateway stops, and its time for open requests is up
+        OutOfSockets 503              this machine gave the gateway no socket to ask an engine with
         ClientStalled                 the client stopped reading; it is hung up on
         EngineError                   an engine's fault, with its role and URL
           EngineUnreachable 502
@@ -50,6 +52,7 @@ class Reason(enum.StrEnum):
     NO_ENGINE = "no_engine"
     DEADLINE = "deadline"
     SHUTTING_DOWN = "shutting_down"
+    OUT_OF_SOCKETS = "out_of_sockets"
     CONNECT_TIMEOUT = "connect_timeout"
     PREFILL_TIMEOUT = "prefill_timeout"
     FIRST_BYTE_TIMEOUT = "first_byte_timeout"
@@ -120,6 +123,14 @@ class InvalidRequest(RequestError):
         super().__init__(message, status=status, reason=reason)
 
 
+class MethodNotAllowed(InvalidRequest):
+    """The path is there and takes other methods."""
+
+    def __init__(self, message: str, *, allowed: Sequence[str]) -> None:
+        super().__init__(message, status=405, reason=Reason.METHOD_NOT_ALLOWED)
+        self.allowed = allowed
+
+
 class NoEligibleEngine(RequestError):
     """No engine of the needed role can take the request."""
 
@@ -148,6 +159,13 @@ class ShuttingDown(RequestError):
     def __init__(self) -> None:
         message = "the gateway is being stopped and could not wait for this request any longer; send it again"
         super().__init__(message, status=503, reason=Reason.SHUTTING_DOWN)
+
+
+class OutOfSockets(RequestError):
+    """The gateway's own machine gave it no socket for an engine: it says nothing of that engine."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, status=503, reason=Reason.OUT_OF_SOCKETS)
 
 
 class ClientStalled(RequestError):

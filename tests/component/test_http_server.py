@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from pdserve.http.server import Headers, Request, Response
 
 _MAX_BODY = 1000
+_LARGE = 256 * 1024
 
 
 class _App:
@@ -32,6 +33,7 @@ class _App:
         self.paused = asyncio.Event()
         self.resumed = asyncio.Event()
         self.release = asyncio.Event()
+        self.ended = asyncio.Event()
 
     async def handle(self, request: Request, response: Response) -> None:
         self.bodies.append(request.body)
@@ -55,6 +57,9 @@ class _App:
                 await asyncio.sleep(0)
             await self.resumed.wait()
             response.end()
+        elif request.path == b"/large":
+            response.send(200, [], b"x" * _LARGE)
+            self.ended.set()
         elif request.path == b"/silent":
             return
         else:
@@ -85,8 +90,12 @@ class _Client:
 
 
 @contextlib.asynccontextmanager
-async def _connected(app: _App, *, shutdown_s: float = 1) -> AsyncIterator[tuple[_Client, Listener]]:
-    async with Listener(app, bind("127.0.0.1", 0), max_body_bytes=_MAX_BODY, shutdown_s=shutdown_s) as listener:
+async def _connected(
+    app: _App, *, shutdown_s: float = 1, max_connections: int | None = None
+) -> AsyncIterator[tuple[_Client, Listener]]:
+    async with Listener(
+        app, bind("127.0.0.1", 0), max_body_bytes=_MAX_BODY, shutdown_s=shutdown_s, max_connections=max_connections
+    ) as listener:
         port = int(listener.url.rpartition(":")[2])
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         try:
@@ -567,6 +576,102 @@ async def test_a_client_that_reads_nothing_is_not_waited_for(monkeypatch: pytest
         async with asyncio.timeout(10):
             while listener.num_connections:  # noqa: ASYNC110 - uvicorn tells nobody
                 await asyncio.sleep(0.01)
+
+
+def _stop_reading(client: _Client) -> None:
+    cast("asyncio.ReadTransport", client.writer.transport).pause_reading()
+
+
+def _start_reading(client: _Client) -> None:
+    cast("asyncio.ReadTransport", client.writer.transport).resume_reading()
+
+
+async def _until_still(app: _App) -> int:
+    """How many requests were answered when no more are."""
+    async with asyncio.timeout(20):
+        while True:
+            before = len(app.bodies)
+            await asyncio.sleep(0.2)
+            if before and before == len(app.bodies):
+                return before
+
+
+async def test_a_pipelining_client_that_reads_nothing_gets_no_more_answers() -> None:
+    """Whole answers may not pile up in memory; once it reads, it gets every one of them."""
+    app, num_requests = _App(), 400
+    async with _connected(app) as (client, listener):
+        _stop_reading(client)
+        client.writer.write(_request(b"GET /large HTTP/1.1", b"host: x") * num_requests)
+        assert await _until_still(app) < num_requests // 4
+        (connection,) = listener._server.server_state.connections
+        assert connection._transport.get_write_buffer_size() < 2 * _LARGE  # type: ignore[union-attr]
+        _start_reading(client)
+        for _ in range(num_requests):
+            await client.until(b"\r\n\r\n")
+            await asyncio.wait_for(client.reader.readexactly(_LARGE), 10)
+        assert len(app.bodies) == num_requests
+
+
+async def test_a_client_that_never_reads_its_answers_is_hung_up_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A connection that stays is not kept for bytes that nobody takes."""
+    monkeypatch.setattr(server, "DRAIN_INTERVAL_S", 0.05)
+    app = _App()
+    async with _connected(app) as (client, listener):
+        _stop_reading(client)
+        client.writer.write(_request(b"GET /large HTTP/1.1", b"host: x") * 400)
+        async with asyncio.timeout(10):
+            await app.ended.wait()
+            while listener.num_connections:  # noqa: ASYNC110 - uvicorn tells nobody
+                await asyncio.sleep(0.01)
+        assert len(app.bodies) < 400
+
+
+@pytest.mark.parametrize("num_waiting", [MAX_PIPELINED, 100_000])
+async def test_a_client_with_many_requests_that_leaves_cancels_the_one_in_hand(
+    monkeypatch: pytest.MonkeyPatch, *, num_waiting: int
+) -> None:
+    """Though nothing is read of it while so many of its requests wait."""
+    monkeypatch.setattr(server, "PROBE_INTERVAL_S", 0.05)
+    app = _App()
+    async with _connected(app) as (client, _):
+        client.writer.write(_request(b"GET /hang HTTP/1.1", b"host: x"))
+        await asyncio.wait_for(app.streaming.wait(), 10)
+        client.writer.write(_request(*_GET) * num_waiting)
+        await client.until(b"\r\n\r\n")
+        client.writer.transport.abort()
+        await asyncio.wait_for(app.cancelled.wait(), 10)
+
+
+async def test_a_client_with_many_requests_and_no_more_to_send_gets_all_answers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The end of what it sends is not taken for its leaving."""
+    monkeypatch.setattr(server, "PROBE_INTERVAL_S", 0.05)
+    app, num_requests = _App(), MAX_PIPELINED * 4
+    async with _connected(app) as (client, _):
+        client.writer.write(_request(b"GET /hang HTTP/1.1", b"host: x"))
+        await asyncio.wait_for(app.streaming.wait(), 10)
+        for _ in range(num_requests):
+            client.writer.write(_request(*_GET))
+        client.writer.write_eof()
+        assert await client.until(b"\r\n\r\n") == b"HTTP/1.1 100 Continue\r\n\r\n"
+        assert not app.cancelled.is_set()
+        app.release.set()
+        assert (await client.rest()).count(b"GET /a? ") == num_requests
+
+
+async def test_clients_beyond_the_limit_are_refused() -> None:
+    """They get an answer, and whoever is connected keeps the connection."""
+    async with _connected(_App(), max_connections=1) as (client, listener):
+        client.writer.write(_request(*_GET))
+        await client.until(b"GET /a? ")
+        reader, writer = await asyncio.open_connection("127.0.0.1", int(listener.url.rpartition(":")[2]))
+        answer = await asyncio.wait_for(reader.read(), 10)
+        assert answer.startswith(b"HTTP/1.1 503 ")
+        assert answer.endswith(b"out_of_sockets")
+        writer.close()
+        client.writer.write(_request(*_GET))
+        await client.until(b"GET /a? ")
 
 
 async def test_a_stop_waits_for_a_request_that_is_half_here() -> None:

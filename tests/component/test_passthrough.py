@@ -15,13 +15,14 @@ import openai
 import pytest
 
 from pdserve.config import Config, GatewayConfig
-from pdserve.core import EngineAddress, EngineName, Role
+from pdserve.core import EngineAddress, EngineName, PrefillPlace, Role
 from pdserve.gateway.passthrough import find_response
 from pdserve.gateway.service import bind_gateway, running_gateway
 from pdserve.http.listener import Listener, bind
 from pdserve.protocol.multipart import read_form
 from pdserve.sim.settings import Task
 from pdserve.sim.stand_in import run_stand_in
+from pdserve.telemetry.metrics import ENGINE_RESTARTS
 from split import MODEL, SETTINGS, TIMEOUTS, Split, split, until_ready
 
 if TYPE_CHECKING:
@@ -93,8 +94,20 @@ class _Engine:
         if b"break" in request.body:
             response.abort()
             return
+        if b"drip" in request.body:
+            await self._drip(response)
         response.write(b"data: two\n\n")
         response.end()
+
+    async def _drip(self, response: Response) -> None:
+        """Never silent for long, and never at an end."""
+        try:
+            while True:
+                response.write(b"data: more\n\n")
+                await asyncio.sleep(0.02)
+        except asyncio.CancelledError:
+            self.is_gone.set()
+            raise
 
     def render_error(self, error: InvalidRequest) -> tuple[Headers, bytes]:
         """Not reached."""
@@ -264,6 +277,11 @@ async def test_a_stream_that_breaks_is_seen_to_break() -> None:
         engine.may_go_on.set()
         with pytest.raises(httpx.RemoteProtocolError):
             await deployment.client.post("/cohere/v2/chat", json={"what": "break"})
+        # It is looked at, and keeps its traffic: a connection may end for many a reason.
+        assert [snapshot.is_healthy for snapshot in deployment.gateway.pool.snapshots()] == [True]
+        tally = deployment.gateway.proxy.tally
+        await deployment.gateway.pool.client(EngineName("decode-0")).get("/health", timeout_s=5)
+        assert tally.value(ENGINE_RESTARTS, "decode-0") == 0
 
 
 async def test_a_stream_that_falls_silent_is_given_up() -> None:
@@ -273,6 +291,45 @@ async def test_a_stream_that_falls_silent_is_given_up() -> None:
             await deployment.client.post("/cohere/v2/chat", json={})
         async with asyncio.timeout(5):
             await engine.is_gone.wait()
+
+
+async def test_a_stream_that_never_ends_meets_the_whole_deadline() -> None:
+    """However lively it is; and the engine sees its client gone."""
+    timeouts = msgspec.structs.replace(TIMEOUTS, total=0.5)
+    async with _in_front_of_another(timeouts=timeouts) as (engine, deployment):
+        engine.may_go_on.set()
+        with pytest.raises(httpx.RemoteProtocolError):
+            await deployment.client.post("/cohere/v2/chat", json={"what": "drip"})
+        async with asyncio.timeout(5):
+            await engine.is_gone.wait()
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "allow"),
+    [("GET", "/v1/completions", "POST"), ("POST", "/version", "GET, HEAD"), ("PUT", "/v1/models/x", "GET, HEAD")],
+)
+async def test_a_wrong_method_is_told_the_right_ones(method: str, path: str, allow: str) -> None:
+    """RFC 9110 (15.5.6) wants them in a header."""
+    async with _in_front_of_another() as (_, deployment):
+        answer = await deployment.client.request(method, path)
+        assert (answer.status_code, answer.headers["allow"]) == (405, allow)
+
+
+async def test_a_response_whose_last_event_is_long_ends_as_any_other() -> None:
+    """It repeats the request, here with megabytes of metadata: edited, known for the end, and nobody's failure."""
+    async with split() as deployment:
+        body = {"model": MODEL, "input": "a b", "stream": True, "metadata": {"note": "x" * (3 * 1024 * 1024)}}
+        answer = await deployment.client.post("/v1/responses", json=body)
+        events = answer.text.split("\n\n")
+        assert events.pop() == ""
+        last = events[-1]
+        assert len(last) > 3 * 1024 * 1024
+        assert last.startswith("event: response.completed\n")
+        response = json.loads(last.partition("data: ")[2])["response"]
+        assert response["usage"]["input_tokens"] > 0
+        assert not response.get("kv_transfer_params")
+        (record,) = deployment.gateway.journal.last(1)
+        assert (record.status, record.reason, record.place) == (200, None, PrefillPlace.REMOTE)
 
 
 async def test_a_client_that_leaves_ends_its_request() -> None:

@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from descriptors import no_descriptor_left
 from pdserve.core import EngineAddress, EngineName, Role
 from pdserve.engine import transport
 from pdserve.engine.transport import EngineClient
-from pdserve.errors import EngineError, EngineProtocolError, EngineTimeout, EngineUnreachable, Reason
+from pdserve.errors import EngineError, EngineProtocolError, EngineTimeout, EngineUnreachable, OutOfSockets, Reason
 from pdserve.http import client as http_client
 from pdserve.http.listener import bind
 
@@ -149,6 +150,20 @@ async def test_nobody_listening_is_unreachable() -> None:
     client = EngineClient(EngineAddress(EngineName("e"), Role.PREFILL, url), connect_timeout_s=5)
     with pytest.raises(EngineUnreachable, match="cannot connect"):
         await client.get("/x", timeout_s=5)
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
+async def test_a_lack_of_descriptors_is_not_the_engines_fault(host: str) -> None:
+    """The engine is there: whoever asks has no socket to ask with, nor one to look its name up with."""
+    async with _engine(_says(_OK)) as (_, server):
+        url = server.url.replace("127.0.0.1", host)
+        client = EngineClient(EngineAddress(EngineName("e"), Role.DECODE, url), connect_timeout_s=5)
+        with no_descriptor_left(), pytest.raises(OutOfSockets) as caught:
+            await client.connect()
+        assert (caught.value.status, caught.value.reason) == (503, Reason.OUT_OF_SOCKETS)
+        assert url in str(caught.value)
+        assert (await client.get("/x", timeout_s=10)).body == b"ok"
+        client.close()
 
 
 async def test_a_silent_engine_meets_the_deadline_and_is_hung_up_on() -> None:

@@ -123,3 +123,21 @@ async def test_nobody_overtakes_one_that_needs_more_room() -> None:
     assert not small.done()
     admission.leave(2)
     await small
+
+
+async def test_those_who_left_do_not_fill_the_queue() -> None:
+    """Under a load that never lets up they would never come up to be dropped."""
+    admission = _admission(max_concurrent=1, max_queued=10_000)
+    assert admission.try_enter(1)
+    staying = asyncio.create_task(admission.enter(priority=-1, weight=1))
+    for _ in range(20):
+        leaving = [asyncio.create_task(admission.enter(priority=0, weight=1)) for _ in range(50)]
+        await _turn()
+        for task in leaving:
+            task.cancel()
+        await asyncio.wait(leaving)
+    assert admission.num_queued == 1
+    assert len(admission._queue) <= 2 + 64
+    admission.leave(1)
+    await staying
+    assert admission.num_running == 1

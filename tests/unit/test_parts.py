@@ -14,7 +14,9 @@ from pdserve.protocol.api import Api
 from pdserve.protocol.fields import join
 from pdserve.protocol.openai import split_request
 from pdserve.protocol.parts import (
+    MAX_BYTES_AT_ONCE,
     MAX_PARTS,
+    MAX_PARTS_AT_ONCE,
     MAX_UNFINISHED_EVENT_BYTES,
     Parts,
     StreamMerge,
@@ -105,6 +107,23 @@ def test_sampling_allows_choices(temperature: float | None) -> None:
 def test_greedy_prompts_are_taken_apart() -> None:
     """Greedy is an error only with several choices."""
     assert len(_requests(prompt=["a", "b"], temperature=0)) == 2
+
+
+@pytest.mark.parametrize("api", [Api.COMPLETIONS, Api.CHAT_COMPLETIONS])
+def test_a_prompt_that_is_too_long_to_be_repeated_stays_whole(api: Api) -> None:
+    """One request may not make the gateway hold its prompt 32 times when that is gigabytes."""
+    name = "prompt" if api is Api.COMPLETIONS else "messages"
+    text = "x" * (MAX_BYTES_AT_ONCE // MAX_PARTS_AT_ONCE)
+    prompt = {name: text if api is Api.COMPLETIONS else [{"role": "user", "content": text}]}
+    assert _apart(api, n=MAX_PARTS_AT_ONCE, **prompt) is None
+    assert _apart(api, n=MAX_PARTS, **prompt) is None
+    assert len(_requests(api, n=MAX_PARTS_AT_ONCE - 1, **prompt)) == MAX_PARTS_AT_ONCE - 1
+
+
+def test_long_prompts_in_a_list_are_taken_apart() -> None:
+    """Each part carries its own prompt only."""
+    prompts = ["x" * (MAX_BYTES_AT_ONCE // 64)] * 48
+    assert len(_requests(prompt=prompts)) == 48
 
 
 @pytest.mark.parametrize(

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import itertools
+import time
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from pdserve.protocol import sse
-from pdserve.protocol.sse import EventRelay, event_data, event_name, split_events, with_data
+from pdserve.protocol.sse import EventRelay, EventTooLong, event_data, event_name, split_events, with_data
 
 _LINE = st.sampled_from(
     [
@@ -61,13 +62,41 @@ def test_only_whole_events_go_out(case: tuple[list[bytes], list[bytes]]) -> None
         assert not out or out.endswith((b"\n\n", b"\r\n\r\n"))
 
 
-def test_an_endless_event_is_not_held() -> None:
-    """An unfinished event above the limit goes out in pieces instead of growing in memory."""
+def test_an_endless_event_ends_the_stream() -> None:
+    """An unfinished event above the limit neither grows in memory nor goes out in pieces."""
     relay = EventRelay(lambda event: event, mark=sse.PROMPT_TOKENS_MARK)
     piece = b"x" * (sse.MAX_EVENT_BYTES // 2)
-    out = [relay.feed(piece) for _ in range(3)]
-    assert b"".join(out) == piece * 3
+    assert [relay.feed(piece) for _ in range(2)] == [b"", b""]
+    with pytest.raises(EventTooLong):
+        relay.feed(b"x")
     assert relay.flush() == b""
+
+
+def test_a_long_event_stays_whole() -> None:
+    """However long it is and however it was cut, it is looked into, and the end mark behind it is an event of its own."""
+    event = b'data: {"text":"%b","usage":{"prompt_tokens":3}}\n\n' % (b"x" * (3 * 1024 * 1024))
+    stream = event + b"data: [DONE]\n\n"
+    seen: list[bytes] = []
+
+    def edit(event: bytes) -> bytes:
+        seen.append(event)
+        return b"edited"
+
+    relay = EventRelay(edit, mark=sse.PROMPT_TOKENS_MARK)
+    pieces = [stream[start : start + 65536] for start in range(0, len(stream), 65536)]
+    assert [relay.feed(piece) for piece in pieces[:-1]] == [b""] * (len(pieces) - 1)
+    assert relay.feed(pieces[-1]) == b"editeddata: [DONE]\n\n"
+    assert seen == [event]
+
+
+def test_a_long_event_in_small_pieces_costs_no_more_than_its_bytes() -> None:
+    """What is held is neither copied nor searched again with each piece."""
+    relay = EventRelay(lambda event: event, mark=sse.PROMPT_TOKENS_MARK)
+    event = b"data: " + b"x" * (8 * 1024 * 1024) + b"\n\n"
+    started_s = time.process_time()
+    out = b"".join(relay.feed(event[start : start + 256]) for start in range(0, len(event), 256))
+    assert out == event
+    assert time.process_time() - started_s < 5  # Copying all that is held with each piece takes minutes.
 
 
 def test_a_stream_cut_short_keeps_its_rest() -> None:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from pdserve.cli.open_files import max_clients, raise_limit, shortage
 from pdserve.cli.options import config_option, environment, read_config, security_flags, security_options
 from pdserve.config import check_url, is_loopback
 from pdserve.core import EngineAddress, EngineName, Role
@@ -91,7 +92,11 @@ def run_gateway(config: Config, addresses: list[EngineAddress]) -> None:
     logging.getLogger("uvicorn").setLevel(logging.WARNING)
     for warning in open_doors(config, needs_key=credentials.clients.are_needed):
         _logger.warning(warning)
-    uvloop.run(_serve(config, addresses, credentials))
+    num_files = raise_limit()
+    lack = shortage(num_files, max_concurrent=config.admission.max_concurrent, num_engines=len(addresses))
+    if lack is not None:
+        _logger.warning(lack)
+    uvloop.run(_serve(config, addresses, credentials, max_clients(num_files)))
 
 
 def open_doors(config: Config, *, needs_key: bool) -> Iterator[str]:
@@ -103,12 +108,14 @@ def open_doors(config: Config, *, needs_key: bool) -> Iterator[str]:
         yield f"the admin listener on {gateway.admin_host} asks for no key; keep it on loopback or behind a firewall"
 
 
-async def _serve(config: Config, addresses: list[EngineAddress], credentials: Credentials) -> None:
+async def _serve(
+    config: Config, addresses: list[EngineAddress], credentials: Credentials, num_clients: int | None
+) -> None:
     from pdserve.gateway.service import bind_gateway, running_gateway  # noqa: PLC0415
     from pdserve.http.listener import stopped_by_signal  # noqa: PLC0415
 
     sockets = bind_gateway(config)
-    serving = running_gateway(config, addresses, sockets, credentials=credentials)
+    serving = running_gateway(config, addresses, sockets, credentials=credentials, max_clients=num_clients)
     async with stopped_by_signal() as stop, serving as running:
         stop.on_second(running.client.force_stop)
         asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, _renew, config, credentials, running)

@@ -161,8 +161,7 @@ class Relay:
             reason = Reason.ENGINE_BROKE_OFF
             self._fail(EngineProtocolError(message, engine=str(self._engine.address), reason=reason))
         else:
-            self._reply.write(self._events.flush())
-            self.outcome.set_result(None)
+            self.outcome.set_result(None)  # What follows the end mark is no event and nobody's.
 
     def on_failure(self, error: ConnectionFailed | ProtocolViolated) -> None:
         self._connection = None

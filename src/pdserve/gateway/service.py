@@ -73,10 +73,10 @@ async def running_gateway(
     releaser = Releaser(pool, tally)
     proxy = Proxy(config, pool, RoundRobin(), journal, releaser, tally=tally, credentials=credentials, clock=clock)
     client = Listener(
-        ClientApp(proxy, pool).router(guard=credentials.admit),
+        ClientApp(proxy, pool).router(guard=proxy.admit),
         sockets[0],
         tls=_client_tls(config.gateway),
-        admit=credentials.admit,
+        admit=proxy.admit,
         max_connections=max_clients,
         max_body_bytes=config.gateway.max_body_bytes,
         shutdown_s=timeouts.shutdown,

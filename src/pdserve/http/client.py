@@ -8,7 +8,10 @@ happened on the wire, and pdserve.engine.transport makes engine errors of them.
 from __future__ import annotations
 
 import asyncio
+import errno
 import http
+import os
+import socket
 import ssl
 from collections import deque
 from typing import TYPE_CHECKING, Protocol, cast
@@ -32,12 +35,20 @@ _MAX_INTERIM_ANSWERS = 16
 _FIRST_FINAL_STATUS = 200
 
 
+_OWN_LIMITS = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.EADDRNOTAVAIL})
+"""What the kernel says when it is this side that lacks descriptors, memory or a free local port (connect(2), socket(2))."""
+
+
 class ConnectionFailed(Exception):
     """No connection, or one that ended before the answer was whole. `is_unanswered`: not a byte of an answer had come."""
 
     def __init__(self, message: str, *, is_unanswered: bool) -> None:
         super().__init__(message)
         self.is_unanswered = is_unanswered
+
+
+class NoSocketLeft(Exception):
+    """This process or its machine has no socket left for a connection; the server was not even asked."""
 
 
 class ProtocolViolated(Exception):
@@ -280,6 +291,20 @@ def _shown(error: httptools.HttpParserError | httptools.HttpParserUpgrade) -> st
     return "an upgrade" if isinstance(error, httptools.HttpParserUpgrade) else str(error)
 
 
+def _is_own_limit(error: OSError) -> bool:
+    """Whether a connection failed for want of something on this side.
+
+    A resolver without descriptors only says that it found no name, so a descriptor is asked for there.
+    """
+    if not isinstance(error, socket.gaierror):
+        return error.errno in _OWN_LIMITS
+    try:
+        os.close(os.open(os.devnull, os.O_RDONLY))
+    except OSError as exc:
+        return exc.errno in _OWN_LIMITS
+    return False
+
+
 class ConnectionPool:
     """Connections to one host and port."""
 
@@ -303,12 +328,14 @@ class ConnectionPool:
         return None
 
     async def connect(self) -> ClientConnection:
-        """A new connection. Raises ConnectionFailed."""
+        """A new connection. Raises ConnectionFailed or NoSocketLeft."""
         try:
             _, connection = await self._loop.create_connection(
                 lambda: ClientConnection(self._put_back, self._forget), self._host, self._port, ssl=self._tls
             )
         except (OSError, ssl.SSLError) as exc:
+            if _is_own_limit(exc):
+                raise NoSocketLeft(f"cannot open a connection: {exc.strerror or exc}") from exc
             raise ConnectionFailed(f"cannot connect: {exc.strerror or exc}", is_unanswered=True) from exc
         return connection
 

@@ -18,6 +18,7 @@ class HangUpWatch:
     """Calls back once when the socket is dead in both directions."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, socket_fd: int, on_hang_up: Callable[[], None]) -> None:
+        """Raises OSError when there is no descriptor left to watch with."""
         self._loop = loop
         self._on_hang_up = on_hang_up
         self._epoll: select.epoll | None = select.epoll()

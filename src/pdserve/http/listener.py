@@ -77,7 +77,8 @@ def _no_password() -> str:
 class Listener:
     """Serves one application on one socket while it is entered.
 
-    `admit` sees the head of a request with a long body before the body is read; what it raises is the answer.
+    `admit` sees the head of a request with a long body before the body is read; what it raises is the answer. Clients beyond
+    `max_connections` are refused with 503.
     """
 
     def __init__(
@@ -87,13 +88,19 @@ class Listener:
         *,
         tls: ssl.SSLContext | None = None,
         admit: Callable[[Request], None] = lambda _: None,
+        max_connections: int | None = None,
         max_body_bytes: int = 64 * 1024 * 1024,
         keep_alive_s: float = 75.0,
         shutdown_s: float = 30.0,
     ) -> None:
         def connect(*, server_state: ServerState, **_unused: object) -> ServerConnection:
             return ServerConnection(
-                application, server_state, max_body_bytes=max_body_bytes, keep_alive_s=keep_alive_s, admit=admit
+                application,
+                server_state,
+                max_body_bytes=max_body_bytes,
+                keep_alive_s=keep_alive_s,
+                admit=admit,
+                max_connections=max_connections,
             )
 
         self._sock = sock

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Protocol, cast
 
 import httptools
 
-from pdserve.errors import InvalidRequest, Reason
+from pdserve.errors import InvalidRequest, MethodNotAllowed, Reason
 from pdserve.http.hang_up import HangUpWatch
 from pdserve.http.head import (
     MAX_HEADER_BYTES,
@@ -48,6 +48,10 @@ PROBE_INTERVAL_S = 5.0
 """How often a half-closed client is asked whether it is still there."""
 FLUSH_INTERVAL_S = 15.0
 """A closing connection must get rid of some of its last bytes in this time: a client that reads nothing is not waited for."""
+DRAIN_INTERVAL_S = 120.0
+"""The same for whole answers on a connection that stays; a stream's source minds its own client."""
+
+_METHODS = ("GET", "HEAD", "OPTIONS", "POST")
 
 _STATUS_LINES = {
     status.value: b"HTTP/1.1 %d %s\r\n" % (status.value, status.phrase.encode()) for status in http.HTTPStatus
@@ -200,9 +204,12 @@ class ServerConnection(asyncio.Protocol):
         max_body_bytes: int,
         keep_alive_s: float,
         admit: Callable[[Request], None] = lambda _: None,
+        max_connections: int | None = None,
     ) -> None:
+        """Beyond `max_connections` of the same listener, one is refused with 503."""
         self._application = application
         self._admit = admit
+        self._max_connections = max_connections
         self._state = state
         self._max_body_bytes = max_body_bytes
         self._keep_alive_s = keep_alive_s
@@ -222,7 +229,10 @@ class ServerConnection(asyncio.Protocol):
         self._refusal: InvalidRequest | None = None
         """The last answer of this connection, when the requests before it have theirs."""
         self._hang_up: HangUpWatch | None = None
+        self._unread: HangUpWatch | None = None
+        """While the client is not read because too many of its requests wait: it may leave all the same."""
         self._is_write_paused = False
+        self._drain_timer: asyncio.TimerHandle | None = None
         self.source: PausableSource | None = None
         # What is being read
         self._has_news = False
@@ -242,12 +252,17 @@ class ServerConnection(asyncio.Protocol):
         # uvloop's transports are none of asyncio's classes, though they do all that these do.
         self._transport = cast("asyncio.Transport", transport)
         self._state.connections.add(self)  # type: ignore[arg-type]
-        self._start_timer(HEADER_TIMEOUT_S, self._time_out)
+        if self._max_connections is not None and len(self._state.connections) > self._max_connections:
+            self._refuse(_too_many_connections(self._max_connections))
+        else:
+            self._start_timer(HEADER_TIMEOUT_S, self._time_out)
 
     def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002
         self._state.connections.discard(self)
         self.is_closing = True
         self._stop_timer()
+        self._stop_drain_timer()
+        self._stop_unread_watch()
         if self._hang_up is not None:
             self._hang_up.close()
         self._waiting.clear()
@@ -265,10 +280,13 @@ class ServerConnection(asyncio.Protocol):
         transport, response = self._transport, self._response
         if self.is_closing or transport is None or transport.get_extra_info("sslcontext") is not None:
             return False
-        if self._task is None or response is None or response.is_started or not response.knows_chunks:
+        if response is None or not (self._waiting if self._is_between_answers else self._can_ask_if_gone(response)):
+            return False
+        watch = self._watch(transport)
+        if watch is None:
             return False
         self._is_deaf = True
-        self._hang_up = HangUpWatch(self._loop, transport.get_extra_info("socket").fileno(), self.abort)
+        self._hang_up = watch
         self._ask_if_gone()
         return True
 
@@ -278,14 +296,24 @@ class ServerConnection(asyncio.Protocol):
         self._has_excess |= self._is_deaf and bool(data)
 
     def pause_writing(self) -> None:
+        """The client takes too little: neither its next answer nor its next request may fill the memory."""
         self._is_write_paused = True
         if self.source is not None:
             self.source.pause_reading()
+        if not self.is_closing:
+            self._steer_reading()
+            self._await_drain()
 
     def resume_writing(self) -> None:
         self._is_write_paused = False
+        self._stop_drain_timer()
         if self.source is not None:
             self.source.resume_reading()
+        if self.is_closing:
+            return
+        self._steer_reading()
+        if self._task is None:
+            self._take_next()
 
     # httptools' side
 
@@ -353,7 +381,7 @@ class ServerConnection(asyncio.Protocol):
         request = self._read_request()
         self._body = b""
         self._is_deaf = not request.keep_alive
-        if self._task is None:
+        if self._task is None and not self._is_write_paused:
             self._answer(request)
         else:
             self._queue(request)
@@ -431,7 +459,7 @@ class ServerConnection(asyncio.Protocol):
         """
         method = self._parser.get_method()
         if method == b"CONNECT":
-            self._refuse(InvalidRequest("this is no proxy", status=405, reason=Reason.METHOD_NOT_ALLOWED))
+            self._refuse(MethodNotAllowed("this is no proxy", allowed=_METHODS))
             return b""
         version = self._parser.get_http_version().encode()
         headers = [header for header in self._headers if header[0] not in {b"upgrade", b"http2-settings"}]
@@ -486,9 +514,49 @@ class ServerConnection(asyncio.Protocol):
     def _queue(self, request: Request) -> None:
         self._waiting.append(request)
         self._waiting_bytes += len(request.body)
-        is_full = len(self._waiting) >= MAX_PIPELINED or self._waiting_bytes > self._max_body_bytes
-        if is_full and self._transport is not None:
-            self._transport.pause_reading()
+        self._steer_reading()
+
+    @property
+    def _is_full(self) -> bool:
+        return len(self._waiting) >= MAX_PIPELINED or self._waiting_bytes > self._max_body_bytes
+
+    def _steer_reading(self) -> None:
+        """Read on only while the client takes its answers and few of its requests wait."""
+        transport = self._transport
+        if transport is None or self._hang_up is not None or transport.is_closing():
+            return
+        is_full = self._is_full
+        is_reading = not (is_full or self._is_write_paused)
+        if is_reading != transport.is_reading():
+            if is_reading:
+                transport.resume_reading()
+            else:
+                transport.pause_reading()
+        if not is_full:
+            self._stop_unread_watch()
+        elif self._unread is None:
+            self._watch_unread(transport)
+
+    def _watch_unread(self, transport: asyncio.Transport) -> None:
+        """Even the end of what it sends may not get through to a socket that is full."""
+        self._unread = self._watch(transport)
+        if self._unread is not None and self._task is not None:
+            self._start_timer(PROBE_INTERVAL_S, self._ask_if_gone)
+
+    def _watch(self, transport: asyncio.Transport) -> HangUpWatch | None:
+        """None when there is no descriptor left for it."""
+        sock = transport.get_extra_info("socket")
+        if sock is None:
+            return None
+        try:
+            return HangUpWatch(self._loop, sock.fileno(), self.abort)
+        except OSError:
+            return None
+
+    def _stop_unread_watch(self) -> None:
+        if self._unread is not None:
+            self._unread.close()
+            self._unread = None
 
     def _answer(self, request: Request) -> None:
         self._stop_timer()
@@ -499,13 +567,18 @@ class ServerConnection(asyncio.Protocol):
         self._state.tasks.add(self._task)
         self._state.total_requests += 1
         self._task.add_done_callback(self._answered)
-        if self._hang_up is not None:
+        if self._hang_up is not None or self._unread is not None:
             self._start_timer(PROBE_INTERVAL_S, self._ask_if_gone)
 
+    def _can_ask_if_gone(self, response: Response) -> bool:
+        return not response.is_started and response.knows_chunks
+
     def _ask_if_gone(self) -> None:
-        """A client that was only half closed may leave later, and its machine says nothing of it by itself."""
+        """A client that is half closed or not read may leave later, and its machine says nothing of it by itself."""
         response = self._response
-        if response is not None and not response.is_started and response.knows_chunks:
+        if self._hang_up is None and self._unread is None:
+            return
+        if response is not None and self._can_ask_if_gone(response):
             self.write(_CONTINUE)
             self._start_timer(PROBE_INTERVAL_S, self._ask_if_gone)
 
@@ -518,7 +591,12 @@ class ServerConnection(asyncio.Protocol):
             return
         if not self._has_ended_response:
             self._close()
-        elif self._waiting:
+        elif not self._is_write_paused:
+            self._take_next()
+
+    def _take_next(self) -> None:
+        """The client has its answer: its next request, or what else is due."""
+        if self._waiting:
             self._answer_next()
         elif self._refusal is not None:
             self._answer_refusal(self._refusal)
@@ -530,9 +608,8 @@ class ServerConnection(asyncio.Protocol):
     def _answer_next(self) -> None:
         request = self._waiting.popleft()
         self._waiting_bytes -= len(request.body)
-        if self._transport is not None and self._hang_up is None and not self._transport.is_reading():
-            self._transport.resume_reading()
         self._answer(request)
+        self._steer_reading()
 
     def _await_request(self) -> None:
         """The next one may be half here already."""
@@ -544,6 +621,10 @@ class ServerConnection(asyncio.Protocol):
             self._start_timer(HEADER_TIMEOUT_S, self._time_out)
 
     @property
+    def _is_between_answers(self) -> bool:
+        return self._task is None or self._has_ended_response
+
+    @property
     def _has_ended_response(self) -> bool:
         return self._response is not None and self._response.is_ended
 
@@ -551,7 +632,7 @@ class ServerConnection(asyncio.Protocol):
         """Answer what is not a request, and close: where the next one begins can no longer be known."""
         self._is_deaf = True
         self._refusal = error
-        if self._task is None:
+        if self._task is None and not self._is_write_paused:
             self._answer_refusal(error)
 
     def _answer_refusal(self, error: InvalidRequest) -> None:
@@ -564,6 +645,7 @@ class ServerConnection(asyncio.Protocol):
     def _close(self, *, lingers: bool = False) -> None:
         self.is_closing = True
         self._stop_timer()
+        self._stop_drain_timer()
         transport = self._transport
         if transport is None or transport.is_closing():
             return
@@ -587,6 +669,24 @@ class ServerConnection(asyncio.Protocol):
         else:
             self._await_flush(transport, num_bytes)
 
+    def _await_drain(self) -> None:
+        transport = self._transport
+        if transport is not None:
+            self._stop_drain_timer()
+            num_bytes = transport.get_write_buffer_size()
+            self._drain_timer = self._loop.call_later(DRAIN_INTERVAL_S, self._check_drain, transport, num_bytes)
+
+    def _check_drain(self, transport: asyncio.Transport, num_bytes_before: int) -> None:
+        if self.source is None and transport.get_write_buffer_size() >= num_bytes_before:
+            self.abort()
+        else:
+            self._await_drain()
+
+    def _stop_drain_timer(self) -> None:
+        if self._drain_timer is not None:
+            self._drain_timer.cancel()
+            self._drain_timer = None
+
     def _start_timer(self, delay_s: float, on_end: Callable[[], None]) -> None:
         self._stop_timer()
         self._timer = self._loop.call_later(delay_s, on_end)
@@ -595,6 +695,11 @@ class ServerConnection(asyncio.Protocol):
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
+
+
+def _too_many_connections(max_connections: int) -> InvalidRequest:
+    message = f"{max_connections} clients are connected, and no more may be; come again later"
+    return InvalidRequest(message, status=503, reason=Reason.OUT_OF_SOCKETS)
 
 
 def _headers_too_large() -> InvalidRequest:

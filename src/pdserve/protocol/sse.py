@@ -58,17 +58,19 @@ class EventRelay:
 
     def _whole_events(self, data: bytes) -> bytes:
         """What is complete with this piece. Only where the piece begins can an end lie across it."""
-        pending = self._pending
-        start = max(0, len(pending) - _LONGEST_END + 1)
-        pending += data
-        end = max((found + len(mark) for mark in _EVENT_ENDS if (found := pending.rfind(mark, start)) >= 0), default=0)
-        if len(pending) - end > MAX_EVENT_BYTES:
+        held: bytes | bytearray = data
+        start = 0
+        if self._pending:
+            start = max(0, len(self._pending) - _LONGEST_END + 1)
+            self._pending += data
+            held = self._pending
+        end = _last_event_end(held, start)
+        if len(held) - end > MAX_EVENT_BYTES:
+            self._pending = bytearray()
             raise EventTooLong
-        if not end:
-            return b""
-        self._pending = pending[end:]
-        del pending[end:]
-        return bytes(pending)
+        if end or held is data:
+            self._pending = bytearray(held[end:])
+        return bytes(held[:end])
 
     def _edited(self, data: bytes) -> bytes:
         return b"".join(self._edit(event) if self._mark in event else event for event in split_events(data))
@@ -122,3 +124,11 @@ def _event_end(data: bytes, start: int) -> int:
         if found >= 0:
             end = found + len(mark)
     return end
+
+
+def _last_event_end(data: bytes | bytearray, start: int) -> int:
+    """Where the last event ends; 0 where none does."""
+    found = data.rfind(b"\n\n", start)
+    end = found + 2 if found >= 0 else 0
+    found = data.rfind(b"\r\n\r\n", start)
+    return max(end, found + 4) if found >= 0 else end
