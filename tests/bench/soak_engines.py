@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import dataclasses
 import json
 import random
 import sys
@@ -26,31 +27,32 @@ if TYPE_CHECKING:
 
 MODEL = "soak"
 ROLES = {"prefill": "kv_producer", "decode": "kv_consumer"}
-FAULTS = {
-    "prefill": (
-        "answer_without_handoff half_handoff never_answer head_only error_status:429 error_status:500 error_status:503 "
-        "error_after:0 break_off_after:0 break_off_after:1 reset_after:1 half_close_after:1 long_length garbage_sse:0 "
-        "truncate_after:1 short_length false_chunks no_http answer_instead slow"
-    ).split(),
-    "decode": (
-        "ignore_handoff refuse_handshake never_load come_late:0.05 never_answer head_only stall_after:2 error_status:429 "
-        "error_status:500 error_status:503 error_after:0 error_after:2 break_off_after:0 break_off_after:2 reset_after:2 "
-        "half_close_after:2 long_length garbage_sse:0 garbage_sse:2 truncate_after:2 end_without_done short_length "
-        "false_chunks no_http answer_instead slow"
-    ).split(),
-}
+_PREFILL_FAULTS = """
+answer_without_handoff half_handoff never_answer head_only error_status:429 error_status:500 error_status:503 error_after:0
+break_off_after:0 break_off_after:1 reset_after:1 half_close_after:1 long_length garbage_sse:0 truncate_after:1 short_length
+false_chunks no_http answer_instead slow
+"""
+_DECODE_FAULTS = """
+ignore_handoff refuse_handshake never_load come_late:0.05 never_answer head_only stall_after:2 error_status:429 error_status:500
+error_status:503 error_after:0 error_after:2 break_off_after:0 break_off_after:2 reset_after:2 half_close_after:2 long_length
+garbage_sse:0 garbage_sse:2 truncate_after:2 end_without_done short_length false_chunks no_http answer_instead slow
+"""
+FAULTS = {"prefill": _PREFILL_FAULTS.split(), "decode": _DECODE_FAULTS.split()}
 """Without those that kill an engine, which are dealt out by the clock, and those that no gateway can see."""
-_SETTINGS = EngineSettings(model=MODEL, max_model_len=2048, num_blocks=16_384, max_num_seqs=1024, handshake_timeout_s=0.5)
+SETTINGS = EngineSettings(
+    model=MODEL, max_model_len=2048, num_blocks=16_384, max_num_seqs=1024, handshake_timeout_s=0.5
+)
 
 
 async def serve(options: argparse.Namespace) -> None:
     """Until stdin ends."""
     rng = random.Random(options.seed)  # noqa: S311 - a run that can be repeated
+    settings = dataclasses.replace(SETTINGS, kv_lease_duration_s=options.lease)
     async with contextlib.AsyncExitStack() as stack:
         engines: dict[str, StandIn] = {}
         for role, count in (("prefill", options.prefill), ("decode", options.decode)):
             for index in range(count):
-                engine = await stack.enter_async_context(run_stand_in(ROLES[role], _SETTINGS))
+                engine = await stack.enter_async_context(run_stand_in(ROLES[role], settings))
                 engine.keeps_requests = False
                 engines[f"{role}-{index}"] = engine
         _tell({name: engine.url for name, engine in engines.items()})
@@ -100,6 +102,7 @@ def main() -> None:
     parser.add_argument("--prefill", type=int, default=2)
     parser.add_argument("--decode", type=int, default=2)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--lease", type=float, default=30.0)
     uvloop.run(serve(parser.parse_args()))
 
 

@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
-
-import httpx
 
 from bench.asking import MESSAGES, body_of, read_stream, read_whole
 from faults.table import SHAPES, Cut, Outcome, Right, Told
 from pdserve.config import BreakerConfig, Config, RetriesConfig, TimeoutsConfig
 from pdserve.core import Role
 from pdserve.engine.pool import PairState
+from pdserve.errors import Reason
 from split import MODEL, SETTINGS, TIMEOUTS
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+
+    import httpx
 
     from bench.asking import Said
     from faults.table import Shape
@@ -30,8 +32,10 @@ PROMPT = "the quick brown fox jumps over the lazy dog and then once more over th
 NUM_TOKENS = 6
 PATIENT = Config(breaker=BreakerConfig(failures=1000), retries=RetriesConfig(budget=1.0))
 """Every case is to be tried as if it were the first one."""
-QUICK = TimeoutsConfig(connect=2.0, prefill=0.4, first_byte=0.4, whole_answer=0.4, silence=0.4, total=10.0, shutdown=2.0)
-QUICK_SETTINGS = dataclasses.replace(SETTINGS, handshake_timeout_s=0.05)
+QUICK = TimeoutsConfig(
+    connect=2.0, prefill=0.4, first_byte=0.4, whole_answer=0.4, silence=0.4, total=10.0, shutdown=2.0
+)
+QUICK_SETTINGS = dataclasses.replace(SETTINGS, handshake_timeout_s=1.0)
 ROW_TIMEOUTS = {True: QUICK, False: TIMEOUTS}
 
 
@@ -67,12 +71,12 @@ async def ask(deployment: Split, shape: Shape) -> Got:
         assert cut.reason is not None
         if shape.api != MESSAGES:
             assert said.error.reason == cut.reason
-        return Got(Cut(cut.reason), said, header)
+        return Got(Cut(Reason(cut.reason)), said, header)
     assert record.reason is not None or header is not None
     assert header is not None
     if header != "engine_status" and shape.api != MESSAGES:
         assert said.error.reason == header
-    return Got(Told(response.status_code, header), said, header)  # type: ignore[arg-type]
+    return Got(Told(response.status_code, Reason(header)), said, header)
 
 
 async def expected_answers(client: httpx.AsyncClient, plain: StandIn) -> Mapping[Shape, Said]:
@@ -113,7 +117,13 @@ def side(deployment: Split, role: Role) -> list[StandIn]:
 
 async def heal(deployment: Split) -> None:
     """Nothing goes wrong any more, whoever died is back, and every pair is proven."""
-    for engine in (*deployment.prefills, *deployment.decodes):
+    engines = (*deployment.prefills, *deployment.decodes)
+    # What strikes after an answer may be yet to come.
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(2):
+            while any(engine._listener.num_tasks for engine in engines):  # noqa: ASYNC110 - no event tells it
+                await asyncio.sleep(0.001)
+    for engine in engines:
         engine.faults.clear()
         if engine._restart is not None:
             await asyncio.wait([engine._restart])
@@ -151,7 +161,7 @@ async def leaves_nothing(deployment: Split, *, waits_for_lease: bool) -> None:
 async def _until_clean(deployment: Split, *, but: set[str]) -> None:
     try:
         async with asyncio.timeout(8):
-            while _leftovers(deployment, but):
+            while _leftovers(deployment, but):  # noqa: ASYNC110 - nobody tells of all of it
                 await asyncio.sleep(0.005)
     except TimeoutError:
         raise AssertionError(f"left behind: {_leftovers(deployment, but)}") from None
@@ -159,7 +169,8 @@ async def _until_clean(deployment: Split, *, but: set[str]) -> None:
 
 def _leftovers(deployment: Split, but: set[str]) -> dict[str, object]:
     gateway = deployment.gateway
-    pool, found = gateway.pool, {}
+    pool = gateway.pool
+    found: dict[str, object] = {}
     for name, engine in zip(pool.names(), (*deployment.prefills, *deployment.decodes), strict=True):
         left = {what: count for what, count in engine.leftovers.items() if what not in {*but, "connections"}}
         found |= {str(name): left} if left else {}

@@ -5,9 +5,10 @@ The tests play each row; docs/operations.md shows the same rows. A row is asked 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from bench.asking import APIS, MESSAGES, RESPONSES
+from bench.asking import APIS, RESPONSES
 from pdserve.core import PrefillPlace, Role
 from pdserve.errors import Reason
 from pdserve.telemetry.metrics import (
@@ -19,6 +20,11 @@ from pdserve.telemetry.metrics import (
     RETRIES,
     Metric,
 )
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from pdserve.telemetry.tally import Tally
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +60,6 @@ class Cut:
 
 Outcome = Right | Told | Cut
 REMOTE, LOCAL = Right(PrefillPlace.REMOTE), Right(PrefillPlace.LOCAL)
-REFUSED = {status: Told(status, Reason.ENGINE_STATUS) for status in (400, 404, 422, 429, 500, 501, 503)}
 UNREACHABLE = Told(502, Reason.ENGINE_UNREACHABLE)
 BROKE_OFF = Told(502, Reason.ENGINE_BROKE_OFF)
 NONSENSE = Told(502, Reason.ENGINE_PROTOCOL)
@@ -93,10 +98,6 @@ def same(outcome: Outcome) -> Seen:
     return Seen(outcome, outcome)
 
 
-_RESPONSES_STREAM = Shape(RESPONSES, is_stream=True)
-_MESSAGES_STREAM = Shape(MESSAGES, is_stream=True)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
     """A fault of one side."""
@@ -106,235 +107,319 @@ class Row:
     side: Role
     once: Seen
     """1P1D, and the fault strikes one leg."""
-    always: Seen | None
-    """1P1D, and it strikes every leg; None where the deadlines make it the same but slow."""
-    other: Seen = field(default_factory=lambda: same(REMOTE))
+    always: Seen
+    """1P1D, and it strikes every leg."""
+    other: Seen
     """2P2D, and it strikes every leg to one of the two: what those clients get whose request went there first."""
-    is_slow: bool = False
+    is_slow: bool
     """A deadline ends it."""
-    waits_for_lease: bool = False
+    waits_for_lease: bool
     """P's blocks stay until its lease ends: nobody but P knows of them, or no D is left to tell it."""
-    always_waits_for_lease: bool = False
+    always_waits_for_lease: bool
     """The same, where the fault strikes always: the release suffers it too."""
-    metric: Metric | None
-    labels: tuple[str, ...] = ()
+    metric: Metric
+    """What must move when it strikes once."""
+    labels: tuple[str, ...]
+    """The metric's first labels; of client requests, the outcome."""
     does: str
 
     @property
     def name(self) -> str:
-        """The row's name, here and in the document."""
+        """For tests."""
         return f"{self.side}: {self.fault}"
 
+    @property
+    def shown_labels(self) -> tuple[tuple[str, str], ...]:
+        """The metric's labels by name."""
+        if self.metric is REQUESTS:
+            return (("outcome", self.labels[0]),)
+        return tuple(zip(self.metric.labels, self.labels, strict=False))
 
-def _prefill(
-    fault: str,
+    def count(self, tally: Tally) -> int:
+        """Where the metric stands."""
+        if self.metric is REQUESTS:
+            return sum(tally.value(REQUESTS, api, *self.labels) for api in APIS)
+        return tally.value(self.metric, *self.labels)
+
+
+def _rows(
+    side: Role,
+    faults: str,
     does: str,
+    moves: tuple[Metric, *tuple[str, ...]],
     *,
-    metric: Metric = RETRIES,
-    labels: tuple[str, ...] = ("prefill",),
-    once: Seen | None = None,
-    always: Seen | None = None,
-    waits: bool = False,
-    slow: bool = False,
-    other: Seen | None = None,
-) -> Row:
-    """P fails: D computes the prompt itself, or another P does."""
-    return Row(
-        fault=fault,
-        side=Role.PREFILL,
-        once=once or same(LOCAL),
-        always=None if slow else always or once or same(LOCAL),
-        other=other or same(REMOTE),
-        waits_for_lease=waits,
-        always_waits_for_lease=waits,
-        is_slow=slow,
-        metric=metric,
-        labels=labels,
-        does=does,
-    )
-
-
-def _decode(
-    fault: str,
-    does: str,
-    *,
-    metric: Metric = RETRIES,
-    labels: tuple[str, ...] = ("decode",),
     once: Seen,
-    always: Seen | None,
+    always: Seen | None = None,
+    other: Seen | None = None,
+    is_slow: bool = False,
     waits: bool = False,
     always_waits: bool = False,
-    slow: bool = False,
-    other: Seen | None = None,
-) -> Row:
-    """D fails."""
-    return Row(
-        fault=fault,
-        side=Role.DECODE,
-        once=once,
-        always=always,
-        other=other or same(REMOTE),
-        waits_for_lease=waits,
-        always_waits_for_lease=waits or always_waits,
-        is_slow=slow,
-        metric=metric,
-        labels=labels,
-        does=does,
-    )
+) -> Iterator[Row]:
+    """Faults that come to the same; `always` is as `once`, and `other` as the right answer, unless told otherwise."""
+    metric, *labels = moves
+    for fault in faults.split():
+        yield Row(
+            fault=fault,
+            side=side,
+            once=once,
+            always=always or once,
+            other=other or same(REMOTE),
+            is_slow=is_slow,
+            waits_for_lease=waits,
+            always_waits_for_lease=waits or always_waits,
+            metric=metric,
+            labels=tuple(labels),
+            does=does,
+        )
 
 
-_UNUSABLE = "P's answer holds no handoff that D could take: another P is asked, else D computes the prompt."
+def _refusals(side: Role, statuses: tuple[int, ...]) -> Iterator[Row]:
+    for status in statuses:
+        told = same(Told(status, Reason.ENGINE_STATUS))
+        does = "It speaks of the client's request: handed on as the engine said it, and not tried again."
+        moves = (REQUESTS, "engine_status")
+        yield from _rows(side, f"error_status:{status}", does, moves, once=told, other=told)
+
+
 _P_FAILED = "Another P is asked, else D computes the prompt."
-_P_LOST = "P's answer cannot be read, so nobody knows its handoff. Another P is asked, else D computes the prompt."
-_CLIENTS = "It speaks of the client's request: handed on as the engine said it, and not tried again."
-_AGAIN = "Before the first byte: a fresh P leg and another D; with one D it computes the prompt itself."
-_NOT_AGAIN = "No other D is left: the client is told."
-_CUT = "The status is out: an error event ends the stream, and its end mark is left out."
+_P_LEFT = f"P is looked at before it gets more. {_P_FAILED}"
+_P_LATE = f"`timeouts.prefill` ends the leg. {_P_FAILED}"
+_P_UNUSABLE = f"P's answer holds no handoff that D could take. {_P_FAILED}"
+_P_LOST = f"P's answer cannot be read, so nobody knows its handoff. {_P_FAILED}"
+_P_AGAIN = "A kept connection that ends unanswered is replaced, once."
+_P_PROVEN = "P's pairs are proven again before they get traffic."
+_AGAIN = "Before the first byte: a fresh P leg and another D; with one D, that one without a handoff."
+_KV_GONE = f"D cannot fetch the KV and fails. {_AGAIN}"
+_CUT = "After the first byte an error event ends the stream, without its end mark."
+_WHOLE_AGAIN = f"{_CUT} A whole answer is tried again."
+_LATE = f"`timeouts.first_byte` ends a stream's leg. {_AGAIN} A whole answer has had all its time."
 
-_UNHARMED = "Matters on the other side only."
+_P, _D = Role.PREFILL, Role.DECODE
+_P_BROKE_OFF = (RETRIES, "prefill", "engine_broke_off")
+_P_SILENT = (RETRIES, "prefill", "prefill_timeout")
+_P_STATUS = (ENGINE_FAILURES, "prefill-0", "engine_status")
+_P_NONSENSE = (ENGINE_FAILURES, "prefill-0", "engine_protocol")
+_P_UNREACHABLE = (RETRIES, "prefill", "engine_unreachable")
+_PAIR = (PAIR_FAILURES, "prefill-0", "decode-0")
+_REMOTE = (PREFILLS, "remote")
+_BROKE = (ENGINE_FAILURES, "decode-0", "engine_broke_off")
 
 PREFILL_ROWS = (
-    _prefill("answer_without_handoff", _UNUSABLE, metric=HANDOFFS_REFUSED, labels=("unusable",), waits=True),
-    *(
-        _prefill(f"half_handoff:{key}", _UNUSABLE, metric=HANDOFFS_REFUSED, labels=("unusable",), waits=True)
-        for key in ("remote_engine_id", "remote_request_id", "remote_host", "remote_port", "remote_block_ids")
+    *_rows(
+        _P,
+        "answer_without_handoff half_handoff:remote_engine_id half_handoff:remote_request_id half_handoff:remote_host "
+        "half_handoff:remote_port half_handoff:remote_block_ids",
+        _P_UNUSABLE,
+        (HANDOFFS_REFUSED, "unusable"),
+        once=same(LOCAL),
+        waits=True,
     ),
-    _prefill("never_answer", f"`timeouts.prefill` ends the leg. {_P_FAILED}", labels=("prefill", "prefill_timeout"), slow=True),
-    _prefill("head_only", f"`timeouts.prefill` ends the leg. {_P_FAILED}", labels=("prefill", "prefill_timeout"), waits=True, slow=True),
-    _prefill("stall_after:0", f"`timeouts.prefill` ends the leg. {_P_FAILED}", labels=("prefill", "prefill_timeout"), waits=True, slow=True),
-    *(
-        _prefill(f"error_status:{status}", _CLIENTS, metric=REQUESTS, labels=(), once=same(REFUSED[status]), other=same(REFUSED[status]))
-        for status in (400, 404, 422)
+    *_rows(_P, "never_answer", _P_LATE, _P_SILENT, once=same(LOCAL), is_slow=True),
+    *_rows(_P, "head_only stall_after:0", _P_LATE, _P_SILENT, once=same(LOCAL), is_slow=True, waits=True),
+    *_refusals(_P, (400, 404, 422)),
+    *_rows(_P, "error_status:429 error_status:503", _P_FAILED, (RETRIES, "prefill", "engine_status"), once=same(LOCAL)),
+    *_rows(_P, "error_status:500 error_status:501", _P_FAILED, _P_STATUS, once=same(LOCAL)),
+    *_rows(_P, "error_after:0", _P_FAILED, _P_STATUS, once=same(LOCAL), waits=True),
+    *_rows(_P, "kill_core", _P_LEFT, (RETRIES, "prefill"), once=same(LOCAL)),
+    *_rows(_P, "die:0", _P_LEFT, _P_UNREACHABLE, once=same(LOCAL)),
+    *_rows(_P, "die:1", _P_LEFT, _P_BROKE_OFF, once=same(LOCAL)),
+    *_rows(_P, "restart:0", _P_PROVEN, _P_UNREACHABLE, once=same(LOCAL)),
+    *_rows(_P, "restart:1", _P_PROVEN, _P_BROKE_OFF, once=same(LOCAL)),
+    *_rows(_P, "die_after_answer restart_after_answer", _KV_GONE, _PAIR, once=same(LOCAL)),
+    *_rows(
+        _P,
+        "break_off_after:0 reset_after:0 half_close_after:0",
+        _P_AGAIN,
+        _REMOTE,
+        once=same(REMOTE),
+        always=same(LOCAL),
+        waits=True,
     ),
-    *(_prefill(f"error_status:{status}", _P_FAILED, labels=("prefill", "engine_status")) for status in (429, 503)),
-    *(
-        _prefill(f"error_status:{status}", _P_FAILED, metric=ENGINE_FAILURES, labels=("prefill-0", "engine_status"))
-        for status in (500, 501)
+    *_rows(
+        _P,
+        "break_off_after:1 reset_after:1 half_close_after:1 half_close_in_length long_length:100",
+        _P_LOST,
+        _P_BROKE_OFF,
+        once=same(LOCAL),
+        waits=True,
     ),
-    _prefill("error_after:0", _P_FAILED, metric=ENGINE_FAILURES, labels=("prefill-0", "engine_status"), waits=True),
-    _prefill("kill_core", f"P is looked at before it gets more. {_P_FAILED}", labels=("prefill",)),
-    _prefill("die:0", f"P is looked at before it gets more. {_P_FAILED}", labels=("prefill", "engine_unreachable")),
-    _prefill("die:1", f"P is looked at before it gets more. {_P_FAILED}", labels=("prefill", "engine_broke_off")),
-    _prefill("die_after_answer", f"D cannot fetch the KV and fails. {_AGAIN}", metric=PAIR_FAILURES, labels=("prefill-0",)),
-    _prefill("restart:0", "Its pairs are proven again before they get traffic.", labels=("prefill", "engine_unreachable")),
-    _prefill("restart:1", "Its pairs are proven again before they get traffic.", labels=("prefill", "engine_broke_off")),
-    _prefill("restart_after_answer", f"D cannot fetch the KV and fails. {_AGAIN}", metric=PAIR_FAILURES, labels=("prefill-0",)),
-    *(
-        _prefill(
-            f"{fault}:0",
-            "A kept connection that ends unanswered is replaced, once.",
-            once=same(REMOTE), always=same(LOCAL), metric=PREFILLS, labels=(), waits=True,
-        )
-        for fault in ("break_off_after", "reset_after", "half_close_after")
+    *_rows(
+        _P,
+        "garbage_sse:0 truncate_after:1 end_without_done short_length:10 false_chunks no_http answer_instead "
+        "answer_instead:<html> answer_instead:",
+        _P_LOST,
+        _P_NONSENSE,
+        once=same(LOCAL),
+        waits=True,
     ),
-    *(
-        _prefill(f"{fault}:1", _P_LOST, labels=("prefill", "engine_broke_off"), waits=True)
-        for fault in ("break_off_after", "reset_after", "half_close_after")
-    ),
-    *(
-        _prefill(fault, _P_LOST, labels=("prefill", "engine_broke_off"), waits=True)
-        for fault in ("half_close_in_length", "long_length:100")
-    ),
-    *(
-        _prefill(fault, _P_LOST, metric=ENGINE_FAILURES, labels=("prefill-0", "engine_protocol"), waits=True)
-        for fault in (
-            "garbage_sse:0", "truncate_after:1", "end_without_done", "short_length:10", "false_chunks", "no_http",
-            "answer_instead", "answer_instead:<html>", "answer_instead:",
-        )
-    ),
-    _prefill("slow", "An answer is read in whatever pieces it comes.", once=same(REMOTE), metric=PREFILLS, labels=("remote",)),
-)  # fmt: skip
+    *_rows(_P, "slow", "An answer is read in whatever pieces it comes.", _REMOTE, once=same(REMOTE)),
+)
 
-_MID_STREAM = Seen(BROKE_OFF, Cut(Reason.ENGINE_BROKE_OFF))
-_ENGINE_BREAKS_OFF = ((_RESPONSES_STREAM, Cut(Reason.ENGINE_BROKE_OFF)),)
-_RESPONSES_BREAKS = ((_RESPONSES_STREAM, BROKE_OFF),)
+_CUT_OFF = Cut(Reason.ENGINE_BROKE_OFF)
+_FAILED = Told(500, Reason.ENGINE_STATUS)
+_RESPONSES_STREAM = Shape(RESPONSES, is_stream=True)
 
 DECODE_ROWS = (
-    _decode("ignore_handoff", "D answers 200 and computed the prompt itself; its own count tells.", once=same(LOCAL), always=same(LOCAL),
-            other=same(LOCAL), metric=PREFILLS, labels=("local",), waits=True),
-    _decode("refuse_handshake", _AGAIN, once=same(LOCAL), always=same(LOCAL), metric=PAIR_FAILURES, labels=("prefill-0", "decode-0"),
-            always_waits=True),
-    _decode("never_load", f"`timeouts.first_byte` ends a stream's leg. {_AGAIN} A whole answer has had its time.",
-            once=Seen(SILENT, LOCAL), always=None, other=Seen(SILENT, REMOTE), slow=True, metric=PAIR_FAILURES, labels=("prefill-0", "decode-0")),
-    _decode("come_late:0.05", "D's heartbeats keep P's lease; the answer comes late.", once=same(REMOTE), always=same(REMOTE),
-            metric=PREFILLS, labels=("remote",)),
-    *(
-        _decode(fault, f"`timeouts.first_byte` ends a stream's leg. {_AGAIN} A whole answer has had its time.",
-                once=Seen(SILENT, LOCAL), always=None, other=Seen(SILENT, REMOTE), slow=True,
-                metric=PAIR_FAILURES, labels=("prefill-0", "decode-0"))
-        for fault in ("never_answer", "head_only", "stall_after:0")
+    *_rows(
+        _D,
+        "ignore_handoff",
+        "D answers 200 and computed the prompt itself; its own count tells.",
+        (PREFILLS, "local"),
+        once=same(LOCAL),
+        other=same(LOCAL),
+        waits=True,
     ),
-    _decode("stall_after:3", f"`timeouts.silence` ends the leg. {_CUT}", once=Seen(SILENT, Cut(Reason.SILENCE_TIMEOUT)), always=None,
-            other=Seen(SILENT, Cut(Reason.SILENCE_TIMEOUT)), slow=True, metric=ENGINE_FAILURES, labels=("decode-0", "silence_timeout")),
-    *(
-        _decode(f"error_status:{status}", _CLIENTS, once=same(REFUSED[status]), always=same(REFUSED[status]), other=same(REFUSED[status]),
-                metric=REQUESTS, labels=())
-        for status in (400, 404, 422)
+    *_rows(_D, "refuse_handshake", _AGAIN, _PAIR, once=same(LOCAL), always_waits=True),
+    *_rows(
+        _D,
+        "never_load",
+        _LATE,
+        _PAIR,
+        once=Seen(SILENT, LOCAL),
+        other=Seen(SILENT, REMOTE),
+        is_slow=True,
+        always_waits=True,
     ),
+    *_rows(
+        _D,
+        "never_answer head_only stall_after:0",
+        _LATE,
+        _PAIR,
+        once=Seen(SILENT, LOCAL),
+        always=same(SILENT),
+        other=Seen(SILENT, REMOTE),
+        is_slow=True,
+        always_waits=True,
+    ),
+    *_rows(
+        _D,
+        "stall_after:3",
+        f"`timeouts.silence` ends a stream's leg. {_CUT} A whole answer has had all its time.",
+        (ENGINE_FAILURES, "decode-0", "silence_timeout"),
+        once=Seen(SILENT, Cut(Reason.SILENCE_TIMEOUT)),
+        other=Seen(SILENT, Cut(Reason.SILENCE_TIMEOUT)),
+        is_slow=True,
+        always_waits=True,
+    ),
+    *_rows(_D, "come_late:0.05", "D's heartbeats keep P's lease; the answer comes late.", _REMOTE, once=same(REMOTE)),
+    *_refusals(_D, (400, 404, 422)),
     *(
-        _decode(f"error_status:{status}", f"D is busy: another D is asked. {_NOT_AGAIN}", once=same(REFUSED[status]), always=same(REFUSED[status]),
-                metric=REQUESTS, labels=())
+        row
         for status in (429, 503)
+        for row in _rows(
+            _D,
+            f"error_status:{status}",
+            "D is busy: another D is asked, else the client is told.",
+            (REQUESTS, "engine_status"),
+            once=same(Told(status, Reason.ENGINE_STATUS)),
+        )
     ),
     *(
-        _decode(f"error_status:{status}", _AGAIN, once=same(LOCAL), always=same(REFUSED[status]), metric=PAIR_FAILURES, labels=("prefill-0", "decode-0"))
+        row
         for status in (500, 501)
+        for row in _rows(
+            _D,
+            f"error_status:{status}",
+            _AGAIN,
+            _PAIR,
+            once=same(LOCAL),
+            always=same(Told(status, Reason.ENGINE_STATUS)),
+        )
     ),
-    _decode("error_after:0", _AGAIN, once=same(LOCAL), always=Seen(REFUSED[500], REFUSED[500], _RESPONSES_BREAKS),
-            metric=PAIR_FAILURES, labels=("prefill-0", "decode-0")),
-    _decode("error_after:3", _CUT, once=Seen(LOCAL, Cut(Reason.ENGINE_STATUS), _ENGINE_BREAKS_OFF),
-            always=Seen(REFUSED[500], Cut(Reason.ENGINE_STATUS), _ENGINE_BREAKS_OFF),
-            other=Seen(REMOTE, Cut(Reason.ENGINE_STATUS), _ENGINE_BREAKS_OFF), metric=ENGINE_FAILURES, labels=("decode-0",)),
-    *(
-        _decode(fault, f"{_AGAIN} {_NOT_AGAIN}", once=same(UNREACHABLE), always=same(UNREACHABLE), metric=REQUESTS, labels=(), waits=True)
-        for fault in ("kill_core", "die:0")
+    *_rows(
+        _D,
+        "error_after:0",
+        _AGAIN,
+        _PAIR,
+        once=same(LOCAL),
+        always=Seen(_FAILED, _FAILED, ((_RESPONSES_STREAM, BROKE_OFF),)),
     ),
-    _decode("restart:0", f"{_AGAIN} {_NOT_AGAIN}", once=same(UNREACHABLE), always=same(UNREACHABLE), metric=REQUESTS, labels=(), waits=True),
-    *(
-        _decode(fault, f"D is looked at, and gets its traffic meanwhile. {_AGAIN}", once=same(LOCAL), always=same(UNREACHABLE),
-                metric=ENGINE_FAILURES, labels=("decode-0", "engine_unreachable"))
-        for fault in ("break_off_after:0", "reset_after:0", "half_close_after:0")
+    *_rows(
+        _D,
+        "error_after:3",
+        _WHOLE_AGAIN,
+        (ENGINE_FAILURES, "decode-0"),
+        once=Seen(LOCAL, Cut(Reason.ENGINE_STATUS), ((_RESPONSES_STREAM, _CUT_OFF),)),
+        always=Seen(_FAILED, Cut(Reason.ENGINE_STATUS), ((_RESPONSES_STREAM, _CUT_OFF),)),
+        other=Seen(REMOTE, Cut(Reason.ENGINE_STATUS), ((_RESPONSES_STREAM, _CUT_OFF),)),
     ),
-    *(
-        _decode(fault, _CUT, once=Seen(UNREACHABLE, Cut(Reason.ENGINE_BROKE_OFF)), always=Seen(UNREACHABLE, Cut(Reason.ENGINE_BROKE_OFF)),
-                other=Seen(REMOTE, Cut(Reason.ENGINE_BROKE_OFF)), metric=ENGINE_FAILURES, labels=("decode-0", "engine_broke_off"), waits=True)
-        for fault in ("die:2", "restart:2")
+    *_rows(
+        _D,
+        "kill_core die:0 restart:0",
+        f"D is looked at before it gets more. {_AGAIN}",
+        (REQUESTS, "engine_unreachable"),
+        once=same(UNREACHABLE),
+        waits=True,
     ),
-    *(
-        _decode(fault, f"{_CUT} A whole answer is tried again.", once=Seen(LOCAL, Cut(Reason.ENGINE_BROKE_OFF)), always=_MID_STREAM,
-                other=Seen(REMOTE, Cut(Reason.ENGINE_BROKE_OFF)), metric=ENGINE_FAILURES, labels=("decode-0", "engine_broke_off"))
-        for fault in ("break_off_after:2", "reset_after:2", "half_close_after:2")
+    *_rows(
+        _D,
+        "die:2 restart:2",
+        _WHOLE_AGAIN,
+        _BROKE,
+        once=Seen(UNREACHABLE, _CUT_OFF),
+        other=Seen(REMOTE, _CUT_OFF),
+        waits=True,
     ),
-    *(
-        _decode(fault, "The end mark came, so the stream is whole. A whole answer of another length than announced is tried again.",
-                once=Seen(LOCAL, REMOTE), always=Seen(BROKE_OFF, REMOTE), metric=ENGINE_FAILURES, labels=("decode-0", "engine_broke_off"))
-        for fault in ("half_close_in_length", "long_length:100")
+    *_rows(
+        _D,
+        "break_off_after:0 reset_after:0 half_close_after:0",
+        f"D is looked at, and keeps its traffic. {_AGAIN}",
+        (ENGINE_FAILURES, "decode-0", "engine_unreachable"),
+        once=same(LOCAL),
+        always=same(UNREACHABLE),
     ),
-    _decode("truncate_after:1", f"{_CUT} A whole answer that is none is tried again.",
-            once=Seen(LOCAL, Cut(Reason.ENGINE_BROKE_OFF)),
-            always=Seen(NONSENSE, Cut(Reason.ENGINE_BROKE_OFF)),
-            other=Seen(REMOTE, Cut(Reason.ENGINE_BROKE_OFF)), metric=PAIR_FAILURES, labels=("prefill-0", "decode-0")),
-    *(
-        _decode(fault, f"{_CUT} A whole answer that is none is tried again.", once=Seen(LOCAL, Cut(Reason.ENGINE_BROKE_OFF)),
-                always=Seen(NONSENSE, Cut(Reason.ENGINE_BROKE_OFF)), other=Seen(REMOTE, Cut(Reason.ENGINE_BROKE_OFF)),
-                metric=PAIR_FAILURES, labels=("prefill-0", "decode-0"))
-        for fault in ("end_without_done", "short_length:10")
+    *_rows(
+        _D,
+        "break_off_after:2 reset_after:2 half_close_after:2",
+        _WHOLE_AGAIN,
+        _BROKE,
+        once=Seen(LOCAL, _CUT_OFF),
+        always=Seen(BROKE_OFF, _CUT_OFF),
+        other=Seen(REMOTE, _CUT_OFF),
     ),
-    _decode("garbage_sse:0", _AGAIN, once=same(LOCAL), always=same(NONSENSE), metric=PAIR_FAILURES, labels=("prefill-0", "decode-0")),
-    _decode("garbage_sse:3", _CUT, once=Seen(LOCAL, Cut(Reason.ENGINE_PROTOCOL)), always=Seen(NONSENSE, Cut(Reason.ENGINE_PROTOCOL)),
-            other=Seen(REMOTE, Cut(Reason.ENGINE_PROTOCOL)), metric=REQUESTS, labels=()),
-    *(
-        _decode(fault, _AGAIN, once=same(LOCAL), always=same(NONSENSE), metric=PAIR_FAILURES, labels=("prefill-0", "decode-0"))
-        for fault in ("false_chunks", "no_http", "answer_instead", "answer_instead:<html>", "answer_instead:")
+    *_rows(
+        _D,
+        "half_close_in_length long_length:100",
+        "A stream is whole once its end mark came. A whole answer of another length than announced is tried again.",
+        _BROKE,
+        once=Seen(LOCAL, REMOTE),
+        always=Seen(BROKE_OFF, REMOTE),
     ),
-    _decode("slow", "Events are put together from whatever pieces they come in.", once=same(REMOTE), always=same(REMOTE),
-            metric=PREFILLS, labels=("remote",)),
-    *(
-        _decode(fault, "The answer was whole: it stands. D is looked at once its connections end.", once=same(REMOTE), always=same(REMOTE),
-                metric=PREFILLS, labels=("remote",))
-        for fault in ("die_after_answer", "restart_after_answer")
+    *_rows(
+        _D,
+        "truncate_after:1 end_without_done short_length:10",
+        _WHOLE_AGAIN,
+        _PAIR,
+        once=Seen(LOCAL, _CUT_OFF),
+        always=Seen(NONSENSE, _CUT_OFF),
+        other=Seen(REMOTE, _CUT_OFF),
     ),
-)  # fmt: skip
+    *_rows(
+        _D,
+        "garbage_sse:3",
+        _WHOLE_AGAIN,
+        (REQUESTS, "engine_protocol"),
+        once=Seen(LOCAL, Cut(Reason.ENGINE_PROTOCOL)),
+        always=Seen(NONSENSE, Cut(Reason.ENGINE_PROTOCOL)),
+        other=Seen(REMOTE, Cut(Reason.ENGINE_PROTOCOL)),
+    ),
+    *_rows(
+        _D,
+        "garbage_sse:0 false_chunks no_http answer_instead answer_instead:<html> answer_instead:",
+        _AGAIN,
+        _PAIR,
+        once=same(LOCAL),
+        always=same(NONSENSE),
+    ),
+    *_rows(_D, "slow", "Events are put together from whatever pieces they come in.", _REMOTE, once=same(REMOTE)),
+    *_rows(
+        _D,
+        "die_after_answer restart_after_answer",
+        "The answer was whole: it stands. The next one finds D gone.",
+        _REMOTE,
+        once=same(REMOTE),
+    ),
+)
 
 ROWS = (*PREFILL_ROWS, *DECODE_ROWS)
 

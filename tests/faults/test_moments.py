@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from bench.asking import APIS, MESSAGES, body_of, read_stream, read_whole
+from bench.asking import APIS, MESSAGES, body_of, read_stream
 from faults.playing import PATIENT, PROMPT, QUICK, QUICK_SETTINGS, ask, expected_answers, heal, leaves_nothing
 from faults.table import REMOTE, SHAPES, Cut, Shape, Told
 from pdserve.config import AdmissionConfig, Config, RetriesConfig, TimeoutsConfig
@@ -52,7 +52,7 @@ async def _leave(asking: asyncio.Task[httpx.Response]) -> None:
     """The client's connection closes with it."""
     asking.cancel()
     await asyncio.wait([asking])
-    assert asking.cancelled()
+    assert asking.cancelled(), repr(asking)
 
 
 def _num_left(deployment: Split) -> int:

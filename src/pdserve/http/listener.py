@@ -78,7 +78,7 @@ class Listener:
     """Serves one application on one socket while it is entered.
 
     `admit` sees the head of a request with a long body before the body is read; what it raises is the answer. Clients beyond
-    `max_connections` are refused with 503.
+    `max_connections` are refused with 503. `keeps_half_closed`: a client that only finished sending still gets its answer.
     """
 
     def __init__(
@@ -89,6 +89,7 @@ class Listener:
         tls: ssl.SSLContext | None = None,
         admit: Callable[[Request], None] = lambda _: None,
         max_connections: int | None = None,
+        keeps_half_closed: bool = True,
         max_body_bytes: int = 64 * 1024 * 1024,
         keep_alive_s: float = 75.0,
         shutdown_s: float = 30.0,
@@ -101,6 +102,7 @@ class Listener:
                 keep_alive_s=keep_alive_s,
                 admit=admit,
                 max_connections=max_connections,
+                keeps_half_closed=keeps_half_closed,
             )
 
         self._sock = sock

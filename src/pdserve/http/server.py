@@ -205,11 +205,13 @@ class ServerConnection(asyncio.Protocol):
         keep_alive_s: float,
         admit: Callable[[Request], None] = lambda _: None,
         max_connections: int | None = None,
+        keeps_half_closed: bool = True,
     ) -> None:
         """Beyond `max_connections` of the same listener, one is refused with 503."""
         self._application = application
         self._admit = admit
         self._max_connections = max_connections
+        self._keeps_half_closed = keeps_half_closed
         self._state = state
         self._max_body_bytes = max_body_bytes
         self._keep_alive_s = keep_alive_s
@@ -277,6 +279,8 @@ class ServerConnection(asyncio.Protocol):
         send, and its reset comes within a round trip. Without one to send (HTTP/1.0, a stream that has begun) it counts as
         gone, and so it does under TLS, which knows no half of a connection.
         """
+        if not self._keeps_half_closed:
+            return False
         transport, response = self._transport, self._response
         if self.is_closing or transport is None or transport.get_extra_info("sslcontext") is not None:
             return False

@@ -105,7 +105,8 @@ class StandIn:
         self.engine = engine = Engine(self._role, self._settings, clock=self._clock)
         """Another one after a restart."""
         self._app = StandInApp(self, self.faults, see=self._see, on_dead_core=lambda: self._core_died(engine))
-        self._listener = _MortalListener(self._app, sock, shutdown_s=self._shutdown_s)
+        # uvicorn, which vLLM serves with, takes a client that has finished sending for one that is gone.
+        self._listener = _MortalListener(self._app, sock, keeps_half_closed=False, shutdown_s=self._shutdown_s)
 
     # What tests ask
 
