@@ -28,6 +28,21 @@ def pytest_asyncio_loop_factories(item: pytest.Item) -> Mapping[str, Callable[[]
     return {"uvloop": uvloop.new_event_loop}
 
 
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Real engines last, and the pair that stays up for the session very last.
+
+    NIXL's progress thread spins on an engine's core as long as the engine runs, so whatever runs beside one is starved.
+    """
+    items.sort(key=_weight)
+
+
+def _weight(item: pytest.Item) -> int:
+    if item.get_closest_marker("engine") is None:
+        return 0
+    return 2 if "real_pair" in getattr(item, "fixturenames", ()) else 1
+
+
 @pytest.fixture(scope="session")
 def real_pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[deployment.RealPair]:
     """Real vLLM engines and the gateway, started once by `pdserve up`; tests leave them as they found them."""
