@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
     from pdserve.sim.faults import Fault
 
-_SETTINGS = EngineSettings(model="tiny", max_model_len=256, num_blocks=64, handshake_timeout_s=0.1)
+_SETTINGS = EngineSettings(model="tiny", max_model_len=256, num_blocks=64, handshake_timeout_s=1.0)
 _KEEP = {"do_remote_decode": True, "do_remote_prefill": False}
 _TEXT = "the quick brown fox jumps over the lazy dog and then once more over the same dog"
 _COMPLETIONS, _CHAT = "/v1/completions", "/v1/chat/completions"
@@ -94,7 +94,7 @@ async def _hand_off(client: httpx.AsyncClient, path: str) -> dict[str, Any]:
 
 async def _clean(engine: StandIn) -> None:
     """Wait until nothing is left; the connection of the client that is asking does not count."""
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(20):
         await engine.idle()
         while {"tasks", "blocks", "running", "waiting"} & set(engine.leftovers):  # noqa: ASYNC110 - a turn is enough
             await asyncio.sleep(0)
@@ -168,7 +168,8 @@ async def test_p_is_gone_between_the_legs(path: str, fault: Fault) -> None:
 @pytest.mark.parametrize("fault", [RefuseHandshake(), ErrorAfter(0), ErrorAfter(2)], ids=str)
 async def test_errors_after_admission(path: str, fault: Fault, *, stream: bool) -> None:
     """500 for a whole answer; what the API has for an error in a stream; P is free where it was reached."""
-    async with _up() as (prefill, p), _up() as (decode, d):
+    patience_s = 0.1 if isinstance(fault, RefuseHandshake) else 30.0
+    async with _up() as (prefill, p), _up(handshake_timeout_s=patience_s) as (decode, d):
         handoff = await _hand_off(p, path)
         decode.faults.inject(fault)
         body = _body(path, stream=stream, kv_transfer_params=handoff)

@@ -134,11 +134,20 @@ async def test_a_stream_equals_its_whole_answer(
 
 
 async def test_what_cannot_be_split_goes_to_d_alone(real_pair: RealPair, client: httpx.AsyncClient) -> None:
-    """One handoff is one prompt: a list is answered whole, and the record says by whose decision."""
-    response = await client.post("/v1/completions", json=_completion(real_pair, prompt=["One", "Two"]))
-    assert len(response.json()["choices"]) == 2
+    """No handoff stands for an echo: it is answered whole, and the record says by whose decision."""
+    response = await client.post("/v1/completions", json=_completion(real_pair, echo=True))
+    assert response.json()["choices"][0]["text"]
     assert response.headers["x-pdserve-prefill"] == "alone"
-    assert "many_prompts" in (await _record(real_pair, response)).cause
+    assert "prompt_echo" in (await _record(real_pair, response)).cause
+
+
+async def test_a_list_of_prompts_has_a_handoff_for_each(real_pair: RealPair, client: httpx.AsyncClient) -> None:
+    """One answer, two choices, and a proof for both."""
+    prompts = ["One two three four", "Five six seven eight"]
+    response = await client.post("/v1/completions", json=_completion(real_pair, prompt=prompts))
+    assert [choice["index"] for choice in response.json()["choices"]] == [0, 1]
+    assert response.headers["x-pdserve-prefill"] == "remote"
+    assert len((await _record(real_pair, response)).parts) == 2
 
 
 @pytest.mark.parametrize(
