@@ -55,6 +55,10 @@ class PrefillPlace(enum.StrEnum):
     """D has a handoff, but gives no number that would tell, or has not given it yet."""
 
 
+WEAKEST_FIRST = (PrefillPlace.UNPROVEN, PrefillPlace.LOCAL, PrefillPlace.ALONE, PrefillPlace.REMOTE)
+"""What stands for a request in parts: `remote` only where all of them are."""
+
+
 @dataclass(frozen=True, slots=True)
 class Evidence:
     """What is known of one request's prefill, and why."""

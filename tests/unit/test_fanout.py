@@ -11,10 +11,10 @@ import pytest
 from pdserve.errors import EngineProtocolError, EngineStatus, NoEligibleEngine, Reason
 from pdserve.gateway import fanout as module
 from pdserve.gateway.call import Call
-from pdserve.gateway.fanout import MAX_AT_ONCE, answer_parts, merged_head
+from pdserve.gateway.fanout import answer_parts, merged_head
 from pdserve.protocol.api import Api
 from pdserve.protocol.openai import facts_of, split_request
-from pdserve.protocol.parts import take_apart
+from pdserve.protocol.parts import MAX_PARTS_AT_ONCE, take_apart
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
@@ -158,9 +158,9 @@ async def test_only_so_many_run_at_once() -> None:
         reply.send(200, [], _whole("x"))
 
     client, watched = _Client(), _Watched(answer)
-    await answer_parts(watched, *_request(3 * MAX_AT_ONCE + 1), client)
-    assert watched.most_running == MAX_AT_ONCE
-    assert len(json.loads(client.body)["choices"]) == 3 * MAX_AT_ONCE + 1
+    await answer_parts(watched, *_request(3 * MAX_PARTS_AT_ONCE + 1), client)
+    assert watched.most_running == MAX_PARTS_AT_ONCE
+    assert len(json.loads(client.body)["choices"]) == 3 * MAX_PARTS_AT_ONCE + 1
 
 
 async def test_nothing_goes_out_before_a_part_has_answered() -> None:
@@ -231,11 +231,11 @@ async def test_an_error_before_the_first_answer_is_the_requests_error(stream: bo
 
     client, watched = _Client(), _Watched(answer)
     with pytest.raises(NoEligibleEngine) as caught:
-        await answer_parts(watched, *_request(MAX_AT_ONCE + 8, stream=stream), client)
+        await answer_parts(watched, *_request(MAX_PARTS_AT_ONCE + 8, stream=stream), client)
     assert caught.value is _ERROR
     assert not client.is_started
-    assert len(watched.calls) == MAX_AT_ONCE
-    assert sorted(watched.cancelled) == [index for index in range(MAX_AT_ONCE) if index != 5]
+    assert len(watched.calls) == MAX_PARTS_AT_ONCE
+    assert sorted(watched.cancelled) == [index for index in range(MAX_PARTS_AT_ONCE) if index != 5]
 
 
 async def test_an_error_in_a_stream_is_left_to_the_caller_to_tell() -> None:

@@ -5,7 +5,6 @@ The first handoff between two engines costs a handshake, so this is also what wa
 
 from __future__ import annotations
 
-import contextlib
 import secrets
 import time
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from pdserve.core import Evidence, PrefillPlace
+from pdserve.engine.release import try_release
 from pdserve.errors import EngineError, EngineProtocolError, OutOfSockets
 from pdserve.protocol import nixl, openai, usage
 
@@ -85,21 +85,13 @@ async def prove_pair(
     try:
         nixl.check_reachable(handoff, decode_url=decode.address.url)
     except nixl.UnusableHandoff as exc:
-        await _release(decode, handoff)
+        await try_release(decode, handoff, headers=[], timeout_s=_RELEASE_TIMEOUT_S)
         return PairProof(Evidence(PrefillPlace.LOCAL, cause=str(exc)), None, time.monotonic() - started_s)
     leg = openai.join(nixl.decode_fields(fields, handoff))
     try:
         answer = expect_ok(decode, await decode.post(api, leg, request_id=request_id, timeout_s=timeout_s))
     except (EngineError, OutOfSockets):
-        await _release(decode, handoff)
+        await try_release(decode, handoff, headers=[], timeout_s=_RELEASE_TIMEOUT_S)
         raise
     counts = usage.parse_usage(api, decode.decoded(answer, _Completion).usage)
     return PairProof(usage.judge(counts), handoff, time.monotonic() - started_s)
-
-
-async def _release(decode: EngineClient, handoff: Handoff) -> None:
-    """Free P's blocks through D, if it can still do that; else P's lease ends by itself."""
-    with contextlib.suppress(EngineError, OutOfSockets):
-        body = nixl.release_body(handoff)
-        request_id = f"pdserve-release-{secrets.token_hex(8)}".encode()
-        await decode.post(openai.Api.COMPLETIONS, body, request_id=request_id, timeout_s=_RELEASE_TIMEOUT_S)

@@ -10,7 +10,7 @@ import asyncio
 import dataclasses
 from typing import TYPE_CHECKING
 
-from pdserve.core import PrefillPlace
+from pdserve.core import WEAKEST_FIRST
 from pdserve.engine.transport import MAX_WHOLE_ANSWER_BYTES
 from pdserve.errors import EngineProtocolError, EngineStatus, RequestError
 from pdserve.protocol.openai import facts_of
@@ -26,11 +26,8 @@ if TYPE_CHECKING:
 
     Answer = Callable[[Call, Reply], Awaitable[None]]
 
-MAX_AT_ONCE = MAX_PARTS_AT_ONCE
-
 _OK = 200
 _ENGINES = "the engines of a request in parts"
-_WEAKEST_FIRST = (PrefillPlace.UNPROVEN, PrefillPlace.LOCAL, PrefillPlace.ALONE, PrefillPlace.REMOTE)
 _REQUEST_ID = b"x-pdserve-request-id"
 _PLACE = b"x-pdserve-prefill"
 _TIMING = b"server-timing"
@@ -69,7 +66,7 @@ class _Fanout:
         """Raises RequestError."""
         waiting = iter(enumerate(self._parts.requests))
         async with asyncio.TaskGroup() as group:
-            for _ in range(min(MAX_AT_ONCE, len(self._parts.requests))):
+            for _ in range(min(MAX_PARTS_AT_ONCE, len(self._parts.requests))):
                 group.create_task(self._work(waiting))
         if self._error is None and not self._is_over:
             self._finish()
@@ -248,7 +245,7 @@ def merged_head(heads: Iterable[Sequence[tuple[bytes, bytes]]], *, request_id: s
 
 def _weakest(places: Sequence[bytes]) -> bytes:
     """`remote` only where all parts are."""
-    return next(place.encode() for place in _WEAKEST_FIRST if place.encode() in places)
+    return next(place.encode() for place in WEAKEST_FIRST if place.encode() in places)
 
 
 def _slowest(timings: Sequence[bytes]) -> bytes:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from typing import TYPE_CHECKING
 
-from pdserve.core import PrefillPlace
+from pdserve.core import WEAKEST_FIRST, PrefillPlace
 from pdserve.protocol.admin import Phases, RequestRecord
 from pdserve.telemetry.metrics import PREFILLS
 
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 
 MAX_RECORDS = 1024
 _ANSWERED = 200
-_WEAKEST_FIRST = (PrefillPlace.UNPROVEN, PrefillPlace.LOCAL, PrefillPlace.ALONE, PrefillPlace.REMOTE)
 
 
 class Journal:
@@ -68,7 +67,7 @@ class Journal:
 
 def _record_of_parts(call: Call, parts: Sequence[RequestRecord], error: RequestError | None) -> RequestRecord:
     """The weakest proof of all parts, and their sums."""
-    weakest = min(parts, key=lambda part: _WEAKEST_FIRST.index(part.place))
+    weakest = min(parts, key=lambda part: WEAKEST_FIRST.index(part.place))
     statuses = {part.status for part in parts}
     return RequestRecord(
         request_id=call.request_id,

@@ -8,7 +8,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from pdserve.engine.transport import MAX_WHOLE_ANSWER_BYTES, Answer, content_type_of
-from pdserve.errors import ClientStalled, DeadlinePassed, EngineProtocolError, Reason, RequestError
+from pdserve.errors import EngineProtocolError, Reason, RequestError
+from pdserve.gateway.patience import Patience
 from pdserve.protocol.sse import EventRelay, EventTooLong
 from pdserve.protocol.usage import UsageWatch
 
@@ -57,18 +58,21 @@ class Passing:
         self._is_stream = False
         self._pieces: list[bytes] = []
         self._num_bytes = 0
-        self._is_paused = False
-        self._silence_s = timeouts.silence
-        self._timeout_s = timeouts.whole_answer
-        self._last_piece_s = loop.time()
-        self._total_s = timeouts.total
-        self._deadline_s = self._last_piece_s + total_timeout_s
-        self._timer = loop.call_at(self._next_check_s(), self._check_time)
+        self._patience = Patience(
+            engine,
+            self._fail,
+            loop=loop,
+            first="the answer",
+            first_timeout_s=timeouts.whole_answer,
+            silence_timeout_s=timeouts.silence,
+            total_timeout_s=total_timeout_s,
+            total_s=timeouts.total,
+        )
         self.outcome: asyncio.Future[Answer | None] = loop.create_future()
 
     def close(self) -> None:
         """Stop whatever is still going on; the engine sees its client gone unless the answer was whole."""
-        self._timer.cancel()
+        self._patience.close()
         if not self.outcome.done():
             self.outcome.cancel()
         if self._connection is not None:
@@ -82,14 +86,11 @@ class Passing:
         self._is_stream = status == _OK and content_type.startswith(_EVENT_STREAM)
         if not self._is_stream:
             return
-        self._timeout_s = self._silence_s
-        self._touch()
-        self._timer.cancel()
-        self._timer = self._loop.call_at(self._next_check_s(), self._check_time)
+        self._patience.begin()
         self._response.start(_OK, [(b"content-type", content_type), (b"cache-control", b"no-cache")], source=self)
 
     def on_body(self, data: bytes) -> None:
-        self._touch()
+        self._patience.last_piece_s = self._loop.time()
         if self._is_stream:
             self._write(data)
             return
@@ -119,14 +120,12 @@ class Passing:
     # The client's side
 
     def pause_reading(self) -> None:
-        self._is_paused = True
-        self._touch()
+        self._patience.pause(is_paused=True)
         if self._connection is not None:
             self._connection.pause_reading()
 
     def resume_reading(self) -> None:
-        self._is_paused = False
-        self._touch()
+        self._patience.pause(is_paused=False)
         if self._connection is not None:
             self._connection.resume_reading()
 
@@ -142,25 +141,6 @@ class Passing:
                 self._fail(EngineProtocolError(str(exc), engine=str(self._engine.address)))
                 return
         self._response.write(data)
-
-    def _touch(self) -> None:
-        self._last_piece_s = self._loop.time()
-
-    def _next_check_s(self) -> float:
-        return min(self._last_piece_s + self._timeout_s, self._deadline_s)
-
-    def _check_time(self) -> None:
-        now_s = self._loop.time()
-        if now_s >= self._deadline_s:
-            self._fail(DeadlinePassed(self._total_s))
-        elif now_s < self._last_piece_s + self._timeout_s:
-            self._timer = self._loop.call_at(self._next_check_s(), self._check_time)
-        elif self._is_paused:
-            self._fail(ClientStalled(self._timeout_s))
-        elif self._is_stream:
-            self._fail(self._engine.timeout_of("the next piece", self._timeout_s, reason=Reason.SILENCE_TIMEOUT))
-        else:
-            self._fail(self._engine.timeout_of("the answer", self._timeout_s, reason=Reason.FIRST_BYTE_TIMEOUT))
 
     def _fail(self, error: RequestError) -> None:
         if not self.outcome.done():

@@ -16,12 +16,12 @@ from pdserve.gateway.admission import Admission
 from pdserve.gateway.attempts import RetryBudget
 from pdserve.gateway.call import Call
 from pdserve.gateway.exchange import Exchange
-from pdserve.gateway.fanout import MAX_AT_ONCE, answer_parts
+from pdserve.gateway.fanout import answer_parts
 from pdserve.gateway.lease import ExpiredLeases
 from pdserve.gateway.passthrough import find_response
 from pdserve.protocol import openai
 from pdserve.protocol.handoff import Event
-from pdserve.protocol.parts import take_apart
+from pdserve.protocol.parts import MAX_PARTS_AT_ONCE, take_apart
 from pdserve.telemetry.metrics import REQUESTS, UNAUTHORIZED
 
 if TYPE_CHECKING:
@@ -130,7 +130,7 @@ class Proxy:
         parts = take_apart(api, fields)
         facts = openai.facts_of(api, fields)
         headers = self.engine_headers(request)
-        weight = min(len(parts.requests), MAX_AT_ONCE) if parts is not None else 1
+        weight = min(len(parts.requests), MAX_PARTS_AT_ONCE) if parts is not None else 1
         await self.admission.enter(priority=facts.priority, weight=weight)
         try:
             call = Call(

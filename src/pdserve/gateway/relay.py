@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from pdserve.engine.transport import MAX_WHOLE_ANSWER_BYTES, Answer, content_type_of
 from pdserve.errors import ClientStalled, DeadlinePassed, EngineError, EngineProtocolError, EngineStatus, Reason
+from pdserve.gateway.patience import Patience
 from pdserve.protocol.openai import error_status
 from pdserve.protocol.preamble import ends_stream, error_marks, is_preamble, stream_error
 from pdserve.protocol.sse import EventRelay, EventTooLong, is_sound, look_sound, split_events
@@ -71,7 +72,6 @@ class Relay:
         """What came of the stream while that was found out."""
         self._has_ended_early = False
         self._is_cut = False
-        self._silence_timeout_s = silence_timeout_s
         self._error_marks = error_marks(api)
         self._events = EventRelay(self._edit, mark=watch.mark)
         self._status = 0
@@ -80,24 +80,27 @@ class Relay:
         self._whole_bytes = 0
         self._connection: ClientConnection | None = connection
         """What feeds this sink, to be paused while the client reads too slowly; None once the answer is whole."""
-        self._is_paused = False
         self._held = b""
         """Events that carry nothing of the answer yet."""
         self._tail = b""
         """The last events that came."""
-        self._last_piece_s = self._loop.time()
-        self._timeout_s = first_byte_timeout_s
-        self._total_s = total_s
-        self._deadline_s = self._last_piece_s + total_timeout_s
-        self._timer = self._loop.call_later(min(first_byte_timeout_s, total_timeout_s), self._check_time)
-        self.first_byte_at_s: float | None = None
+        self._patience = Patience(
+            engine,
+            self._fail,
+            loop=loop,
+            first="the first byte",
+            first_timeout_s=first_byte_timeout_s,
+            silence_timeout_s=silence_timeout_s,
+            total_timeout_s=total_timeout_s,
+            total_s=total_s,
+        )
         self.was_unsent = False
         """Whether the D leg was given up before all of it had left, so that D never had it."""
         self.outcome: asyncio.Future[Answer | None] = self._loop.create_future()
 
     def close(self) -> None:
         """Stop whatever is still going on; the engine sees its client gone unless the answer was whole."""
-        self._timer.cancel()
+        self._patience.close()
         if self._check is not None:
             self._check.cancel()
         if not self.outcome.done():
@@ -115,7 +118,7 @@ class Relay:
         self._whole = None if is_stream else []
 
     def on_body(self, data: bytes) -> None:
-        self._last_piece_s = self._loop.time()
+        self._patience.last_piece_s = self._loop.time()
         if self._whole is not None:
             self._collect(data)
             return
@@ -131,7 +134,7 @@ class Relay:
             events = self._until_garbage(events)
         if not events or self._is_cut:
             return
-        if self.first_byte_at_s is None:
+        if not self._patience.has_begun:
             events = self._begin(events)
         else:
             for mark in self._error_marks:
@@ -149,9 +152,9 @@ class Relay:
             self._has_ended_early = True
             return
         if self._whole is not None:
-            self._note_first_byte()
+            self._patience.begin()
             self.outcome.set_result(Answer(self._status, self._headers, b"".join(self._whole)))
-        elif self.first_byte_at_s is None:
+        elif not self._patience.has_begun:
             self._fail(
                 EngineProtocolError("the stream ended before it said anything", engine=str(self._engine.address))
             )
@@ -175,14 +178,12 @@ class Relay:
     # The client's side
 
     def pause_reading(self) -> None:
-        self._is_paused = True
-        self._last_piece_s = self._loop.time()
+        self._patience.pause(is_paused=True)
         if self._connection is not None:
             self._connection.pause_reading()
 
     def resume_reading(self) -> None:
-        self._is_paused = False
-        self._last_piece_s = self._loop.time()
+        self._patience.pause(is_paused=False)
         if self._connection is not None:
             self._connection.resume_reading()
 
@@ -191,7 +192,7 @@ class Relay:
     @property
     def _is_streaming(self) -> bool:
         """Whether events of the answer have gone to the client."""
-        return self._whole is None and self.first_byte_at_s is not None
+        return self._whole is None and self._patience.has_begun
 
     def _edit(self, event: bytes) -> bytes:
         """An event with usage, for the client; with the wrong usage it is the end."""
@@ -231,7 +232,7 @@ class Relay:
 
     def _start(self) -> bytes:
         """Send the head; gives what was held back."""
-        self._note_first_byte()
+        self._patience.begin()
         headers = [(b"content-type", content_type_of(self._headers)), (b"cache-control", b"no-cache")]
         self._reply.start(_OK, headers + self._client_headers(), source=self)
         held, self._held = self._held, b""
@@ -254,7 +255,7 @@ class Relay:
             return
         self._tail = self._start()
         self._reply.write(self._tail)
-        if self._connection is not None and not self._is_paused:
+        if self._connection is not None and not self._patience.is_paused:
             self._connection.resume_reading()
         early, self._early = self._early, []
         for data in early:
@@ -264,7 +265,7 @@ class Relay:
 
     def _become_whole(self, error: bytes) -> None:
         """The stream told an error before anything else: its body is the answer, and names the status."""
-        self._note_first_byte()
+        self._patience.begin()
         self._whole = [error]
         self._headers = []
         if not self.outcome.done():
@@ -298,13 +299,6 @@ class Relay:
             before += event
         return events
 
-    def _note_first_byte(self) -> None:
-        if self.first_byte_at_s is None:
-            self.first_byte_at_s = self._last_piece_s = self._loop.time()
-            self._timeout_s = self._silence_timeout_s
-            self._timer.cancel()
-            self._timer = self._loop.call_at(self._next_check_s(), self._check_time)
-
     def _collect(self, data: bytes) -> None:
         assert self._whole is not None
         self._whole.append(data)
@@ -312,23 +306,6 @@ class Relay:
         if self._whole_bytes > MAX_WHOLE_ANSWER_BYTES:
             message = f"the answer exceeds {MAX_WHOLE_ANSWER_BYTES} bytes"
             self._fail(EngineProtocolError(message, engine=str(self._engine.address)))
-
-    def _next_check_s(self) -> float:
-        return min(self._last_piece_s + self._timeout_s, self._deadline_s)
-
-    def _check_time(self) -> None:
-        """One timer for a whole answer, set anew only when it fires: a timer per piece would cost more than the piece."""
-        now_s = self._loop.time()
-        if now_s >= self._deadline_s:
-            self._fail(DeadlinePassed(self._total_s))
-        elif now_s < self._last_piece_s + self._timeout_s:
-            self._timer = self._loop.call_at(self._next_check_s(), self._check_time)
-        elif self._is_paused:
-            self._fail(ClientStalled(self._timeout_s))
-        elif self.first_byte_at_s is None:
-            self._fail(self._engine.timeout_of("the first byte", self._timeout_s, reason=Reason.FIRST_BYTE_TIMEOUT))
-        else:
-            self._fail(self._engine.timeout_of("the next piece", self._timeout_s, reason=Reason.SILENCE_TIMEOUT))
 
     def _fail(self, error: EngineError | ClientStalled | DeadlinePassed) -> None:
         if not self.outcome.done():

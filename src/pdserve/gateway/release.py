@@ -8,13 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import uuid
 from typing import TYPE_CHECKING
 
 from pdserve.core import Role
-from pdserve.errors import EngineError, OutOfSockets
+from pdserve.engine.release import try_release
 from pdserve.protocol import nixl
-from pdserve.protocol.openai import Api
 from pdserve.telemetry.metrics import RELEASES
 
 if TYPE_CHECKING:
@@ -59,7 +57,8 @@ class Releaser:
 
     async def _release(self, handoff: Handoff, headers: Headers, avoid: EngineAddress | None) -> None:
         for decode in self._candidates(avoid):
-            if await self._try_release(handoff, decode, headers):
+            client = self._pool.client(decode.name)
+            if await try_release(client, handoff, headers=headers, timeout_s=_TIMEOUT_S):
                 self._tally.count(RELEASES, "released")
                 return
         self._give_up(handoff, "no decode engine took the release")
@@ -73,22 +72,6 @@ class Releaser:
             handoff.engine_id,
             handoff.num_blocks,
         )
-
-    async def _try_release(self, handoff: Handoff, decode: EngineAddress, headers: Headers) -> bool:
-        client = self._pool.client(decode.name)
-        request_id = f"pdserve-release-{uuid.uuid4().hex}".encode()
-        try:
-            answer = await client.post(
-                Api.COMPLETIONS,
-                nixl.release_body(handoff),
-                request_id=request_id,
-                timeout_s=_TIMEOUT_S,
-                headers=headers,
-            )
-        except (EngineError, OutOfSockets) as exc:
-            _logger.info("release through %s failed: %s", decode, exc)
-            return False
-        return answer.status == 404  # noqa: PLR2004 - refused for its model: that refusal is what frees the blocks
 
     def _candidates(self, avoid: EngineAddress | None) -> list[EngineAddress]:
         """The healthy ones first; one that just failed may still take a release, and there may be nobody else."""
