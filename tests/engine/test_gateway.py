@@ -9,16 +9,14 @@ from typing import TYPE_CHECKING, Any
 import httpx
 import pytest
 
-from pdserve.core import EngineAddress, EngineName, PrefillPlace, Role
+from counters import is_idle, until
+from pdserve.core import PrefillPlace
 from pdserve.engine.admin_client import AdminClient
-from pdserve.engine.scrape import scrape
-from pdserve.engine.transport import EngineClient
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable
+    from collections.abc import AsyncIterator
 
     from deployment import RealPair
-    from pdserve.engine.scrape import EngineCounters
     from pdserve.protocol.admin import RequestRecord
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
@@ -41,20 +39,6 @@ async def _record(pair: RealPair, response: httpx.Response) -> RequestRecord:
         admin.close()
 
 
-async def _until(url: str, is_so: Callable[[EngineCounters], bool], *, timeout_s: float = 20) -> EngineCounters:
-    """Poll an engine's counters: vLLM gives no event for them."""
-    engine = EngineClient(EngineAddress(EngineName("e"), Role.BOTH, url), connect_timeout_s=5)
-    try:
-        async with asyncio.timeout(timeout_s):
-            while True:
-                counters = await scrape(engine)
-                if is_so(counters):
-                    return counters
-                await asyncio.sleep(0.1)
-    finally:
-        engine.close()
-
-
 async def _until_in_flight(pair: RealPair, name: str) -> None:
     """vLLM counts a request as running only after its first step, which for a prefill is its last; the gateway knows."""
     admin = AdminClient(pair.admin_url)
@@ -69,10 +53,6 @@ async def _until_in_flight(pair: RealPair, name: str) -> None:
 async def _is_in_flight(admin: AdminClient, name: str) -> bool:
     status = await admin.status()
     return any(info.name == name and info.num_in_flight for info in status.engines)
-
-
-def _is_idle(counters: EngineCounters) -> bool:
-    return counters.num_running == 0 and counters.num_waiting == 0 and counters.kv_usage == 0
 
 
 def _completion(pair: RealPair, **fields: Any) -> dict[str, Any]:
@@ -172,7 +152,7 @@ async def test_a_limit_that_only_d_can_check_frees_p(real_pair: RealPair, client
     """P computed the prompt, D refused the request: nothing stays held on P."""
     response = await client.post("/v1/completions", json=_completion(real_pair, max_tokens=1_000_000))
     assert response.status_code == 400
-    await _until(real_pair.prefill_url, _is_idle)
+    await until(real_pair.prefill_url, is_idle)
 
 
 async def test_a_client_that_leaves_its_stream_frees_both_engines(
@@ -183,8 +163,8 @@ async def test_a_client_that_leaves_its_stream_frees_both_engines(
     async with client.stream("POST", "/v1/completions", json=body) as response:
         async for _ in response.aiter_bytes():
             break
-    await _until(real_pair.decode_url, _is_idle)
-    await _until(real_pair.prefill_url, _is_idle)
+    await until(real_pair.decode_url, is_idle)
+    await until(real_pair.prefill_url, is_idle)
 
 
 async def test_a_client_that_leaves_during_prefill_frees_p(real_pair: RealPair, client: httpx.AsyncClient) -> None:
@@ -194,8 +174,8 @@ async def test_a_client_that_leaves_during_prefill_frees_p(real_pair: RealPair, 
     await _until_in_flight(real_pair, "prefill-0")
     sending.cancel()
     await asyncio.wait([sending])
-    await _until(real_pair.prefill_url, _is_idle)
-    await _until(real_pair.decode_url, _is_idle)
+    await until(real_pair.prefill_url, is_idle)
+    await until(real_pair.decode_url, is_idle)
 
 
 async def test_many_at_once_all_move(real_pair: RealPair, client: httpx.AsyncClient) -> None:

@@ -17,18 +17,16 @@ import httpx
 import msgspec
 import pytest
 
+from counters import is_idle, until
 from engines import EngineProcess, engine_commands, running_engines, running_gateway
 from pdserve.config import Config, PrefillConfig, TimeoutsConfig
-from pdserve.core import EngineAddress, EngineName, Role
+from pdserve.core import Role
 from pdserve.engine.admin_client import AdminClient
-from pdserve.engine.scrape import scrape
-from pdserve.engine.transport import EngineClient
 from pdserve.errors import EngineError
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterator
 
-    from pdserve.engine.scrape import EngineCounters
     from pdserve.protocol.admin import GatewayStatus, RequestRecord
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(400)]
@@ -127,24 +125,6 @@ async def client(deployment: Deployment) -> AsyncIterator[httpx.AsyncClient]:
         yield client
 
 
-async def _until(engine: EngineProcess, is_so: Callable[[EngineCounters], bool], *, timeout_s: float) -> EngineCounters:
-    """Poll an engine's counters: vLLM gives no event for them."""
-    reader = EngineClient(EngineAddress(EngineName("e"), Role.BOTH, engine.url), connect_timeout_s=5)
-    try:
-        async with asyncio.timeout(timeout_s):
-            while True:
-                counters = await scrape(reader)
-                if is_so(counters):
-                    return counters
-                await asyncio.sleep(0.1)
-    finally:
-        reader.close()
-
-
-def _is_idle(counters: EngineCounters) -> bool:
-    return counters.num_running == 0 and counters.num_waiting == 0 and counters.kv_usage == 0
-
-
 async def _alone(deployment: Deployment, body: dict[str, Any]) -> str:
     """What D writes when it does it all: the right answer."""
     async with httpx.AsyncClient(timeout=_DEADLINE_S) as client:
@@ -175,7 +155,7 @@ async def test_a_decode_engine_killed_in_a_stream(deployment: Deployment, client
     await deployment.until_status(lambda status: _state(status, Role.DECODE) == "down")
     refused = await client.post("/v1/completions", json=deployment.body("Hello"))
     assert (refused.status_code, _error_of(refused)) == (503, "no_engine")
-    await _until(deployment.prefill, _is_idle, timeout_s=_LEASE_S)
+    await until(deployment.prefill.url, is_idle, timeout_s=_LEASE_S)
 
 
 def _state(status: GatewayStatus, role: Role) -> str:
@@ -235,19 +215,19 @@ async def test_a_handoff_that_grew_stale_in_d(
     """D took the request and its core stood still until P had given its blocks to others: never their text."""
     body = deployment.body("My dog is called Rex and my cat is called", max_tokens=12, stream=stream)
     expected = await _alone(deployment, {**body, "stream": False})
-    before = await _until(deployment.prefill, _is_idle, timeout_s=2 * _LEASE_S)
+    before = await until(deployment.prefill.url, is_idle, timeout_s=2 * _LEASE_S)
     deployment.decode.pause_core()
     try:
         asking = asyncio.create_task(client.post("/v1/completions", json=body))
         await deployment.until_status(lambda status: _num_in_flight(status, Role.DECODE) == 1)
-        await _until(deployment.prefill, lambda now: now.num_expired > before.num_expired, timeout_s=4 * _LEASE_S)
+        await until(deployment.prefill.url, lambda now: now.num_expired > before.num_expired, timeout_s=4 * _LEASE_S)
         await _overwrite(deployment)
     finally:
         deployment.decode.resume()
     response = await asking
     assert response.headers.get("x-pdserve-reason") == "stale_handoff" or _text_of(response) == expected
-    await _until(deployment.decode, _is_idle, timeout_s=2 * _LEASE_S)
-    await _until(deployment.prefill, _is_idle, timeout_s=2 * _LEASE_S)
+    await until(deployment.decode.url, is_idle, timeout_s=2 * _LEASE_S)
+    await until(deployment.prefill.url, is_idle, timeout_s=2 * _LEASE_S)
 
 
 async def _overwrite(deployment: Deployment) -> None:
@@ -281,8 +261,8 @@ async def test_clients_that_leave_at_random_moments(deployment: Deployment, clie
                     await client.post("/v1/completions", json=deployment.body(prompt, max_tokens=1000, stream=stream))
 
     await asyncio.gather(*(keep_leaving() for _ in range(_NUM_AT_ONCE)))
-    await _until(deployment.decode, _is_idle, timeout_s=_LEASE_S)
-    await _until(deployment.prefill, _is_idle, timeout_s=_LEASE_S)
+    await until(deployment.decode.url, is_idle, timeout_s=_LEASE_S)
+    await until(deployment.prefill.url, is_idle, timeout_s=_LEASE_S)
     await deployment.until_status(lambda status: not any(engine.num_in_flight for engine in status.engines))
     body = deployment.body("One, two, three, four, five, six,")
     expected = await _alone(deployment, body)
