@@ -16,7 +16,7 @@ from pdserve.config import Config, RetriesConfig, TimeoutsConfig
 from pdserve.core import EngineAddress, EngineName, Role
 from pdserve.engine.scrape import parse_counters
 from pdserve.engine.transport import EngineClient
-from pdserve.gateway.lease import ExpiredLeases, LeaseWatch
+from pdserve.gateway.lease import Leases
 from pdserve.http.listener import Listener, bind
 from pdserve.launch.ports import any_free_port
 from pdserve.sim.faults import ComeLate
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
     from pdserve.errors import InvalidRequest
+    from pdserve.gateway.lease import Lease
     from pdserve.http.server import Headers, Request, Response
     from pdserve.protocol.admin import RequestRecord
 
@@ -116,17 +117,17 @@ async def test_a_lease_that_was_kept_is_believed(timing: Timing, stream: bool) -
         await deployment.settle()
 
 
-async def test_a_whole_answer_is_judged_where_the_lease_could_have_ended() -> None:
-    """Leases of others that run out later, or a P that dies later, take nothing back."""
-    async with Listener(_Prefill(3, 3, 9), bind("127.0.0.1", 0)) as listener, _expired_on(listener.url) as expired:
-        loop = asyncio.get_running_loop()
-        watch = LeaseWatch(expired, sure_for_s=0.2, ends_in_s=0.3, clock=time.monotonic, loop=loop)
-        async with asyncio.timeout(10):
-            while watch._after is None:  # noqa: ASYNC110 - a timer of its own
-                await asyncio.sleep(0.01)
-        assert await watch.was_kept()
-        assert not await watch.is_kept()
-        watch.close()
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_d_that_stands_still_after_its_first_lease_is_not_believed(stream: bool) -> None:  # noqa: FBT001
+    """It kept the lease by heartbeats at first, waiting for its turn, and lost it later: nobody's other text either."""
+    async with split(settings=_ENGINES, timeouts=_TIMEOUTS) as deployment:
+        body = _body(stream=stream)
+        expected = await _alone(deployment, body)
+        deployment.decode.faults.inject(ComeLate(delay_s=2 * _LEASE_S, beats_s=1.5 * _LEASE_S), times=1)
+        response, _ = await asyncio.gather(deployment.client.post("/v1/completions", json=body), _overwrite(deployment))
+        assert _text_of(response) == expected
+        assert _record(deployment, response).place == "local"
+        await deployment.settle()
 
 
 async def test_what_d_cached_of_a_stale_read_is_never_found_again() -> None:
@@ -157,8 +158,10 @@ class _Prefill:
 
     def __init__(self, *counts: int | None) -> None:
         self._counts = list(counts)
+        self.num_asked = 0
 
     async def handle(self, _request: Request, response: Response) -> None:
+        self.num_asked += 1
         count = self._counts.pop(0)
         body = f"# TYPE vllm:nixl_num_kv_expired_reqs counter\nvllm:nixl_num_kv_expired_reqs_total {count}\n"
         response.send(500 if count is None else 200, [(b"content-type", b"text/plain")], body.encode())
@@ -178,23 +181,31 @@ async def test_a_lease_is_kept_where_p_says_so(counts: tuple[int | None, ...], i
 
 async def test_a_count_that_came_late_proves_nothing() -> None:
     """The gateway's own loop stood still: what P says then may have this very lease in it already."""
-    async with Listener(_Prefill(3, 3), bind("127.0.0.1", 0)) as listener, _expired_on(listener.url) as expired:
-        loop = asyncio.get_running_loop()
-        watch = LeaseWatch(expired, sure_for_s=0.4, ends_in_s=60.0, clock=time.monotonic, loop=loop)
+    async with Listener(_Prefill(3, 3), bind("127.0.0.1", 0)) as listener, _leases_on(listener.url, 0.4) as leases:
+        lease = leases.open(time.monotonic())
         time.sleep(0.6)  # noqa: ASYNC251 - it is the loop that is to stand still
         await asyncio.sleep(0.05)
-        assert not watch.is_sure
-        assert not await watch.is_kept()
-        watch.close()
+        assert not await leases.is_kept(lease)
 
 
 async def test_those_who_ask_at_once_are_answered_at_once() -> None:
     """One reading of /metrics for all, as long as it began after they asked."""
-    async with Listener(_Prefill(3, 4), bind("127.0.0.1", 0)) as listener, _expired_on(listener.url) as expired:
-        first = [expired.count(not_before_s=0.0) for _ in range(5)]
-        assert await asyncio.gather(*first) == [3] * 5
-        later = [expired.count(not_before_s=time.monotonic()) for _ in range(5)]
-        assert await asyncio.gather(*later) == [4] * 5
+    async with Listener(_Prefill(3, 3, 4), bind("127.0.0.1", 0)) as listener, _leases_on(listener.url, 0.4) as leases:
+        late = [leases.open(time.monotonic()) for _ in range(5)]
+        await _until_over(late[-1])
+        assert await asyncio.gather(*map(leases.is_kept, late)) == [True] * 5
+        assert await asyncio.gather(*map(leases.is_kept, late)) == [False] * 5
+
+
+async def test_a_p_whose_leases_all_end_soon_is_asked_nothing() -> None:
+    """Its /metrics cost it more than all the rest of this."""
+    prefill = _Prefill()
+    async with Listener(prefill, bind("127.0.0.1", 0)) as listener, _leases_on(listener.url, 0.4) as leases:
+        for _ in range(20):
+            lease = leases.open(time.monotonic())
+            await asyncio.sleep(0.03)
+            lease.is_open = False
+        assert prefill.num_asked == 0
 
 
 async def test_an_engine_that_is_gone_gave_its_blocks_to_nobody() -> None:
@@ -203,21 +214,22 @@ async def test_an_engine_that_is_gone_gave_its_blocks_to_nobody() -> None:
 
 
 async def _is_kept(url: str) -> bool:
-    async with _expired_on(url) as expired:
-        loop = asyncio.get_running_loop()
-        watch = LeaseWatch(expired, sure_for_s=2.0, ends_in_s=60.0, clock=time.monotonic, loop=loop)
-        assert watch.is_sure
-        async with asyncio.timeout(10):
-            while watch.is_sure:  # noqa: ASYNC110 - a timer of its own, and the test's is the only other one
-                await asyncio.sleep(0.01)
-        try:
-            return await watch.is_kept()
-        finally:
-            watch.close()
+    async with _leases_on(url, 2.0) as leases:
+        lease = leases.open(time.monotonic())
+        await _until_over(lease)
+        return await leases.is_kept(lease)
+
+
+async def _until_over(lease: Lease) -> None:
+    async with asyncio.timeout(10):
+        while time.monotonic() < lease.sure_until_s:  # noqa: ASYNC110 - a moment on the clock, and no event
+            await asyncio.sleep(0.01)
 
 
 @contextlib.asynccontextmanager
-async def _expired_on(url: str) -> AsyncIterator[ExpiredLeases]:
+async def _leases_on(url: str, sure_for_s: float) -> AsyncIterator[Leases]:
     engine = EngineClient(EngineAddress(EngineName("p"), Role.PREFILL, url), connect_timeout_s=5)
-    yield ExpiredLeases(engine, clock=time.monotonic)
+    leases = Leases(engine, sure_for_s=sure_for_s, clock=time.monotonic, loop=asyncio.get_running_loop())
+    yield leases
+    leases.close()
     engine.close()

@@ -7,20 +7,22 @@ import json
 from typing import TYPE_CHECKING, Any
 
 import httpx
+import psutil
 import pytest
 
 from counters import is_idle, until
-from pdserve.core import PrefillPlace
+from pdserve.core import PrefillPlace, Role
 from pdserve.engine.admin_client import AdminClient
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncIterator, Sequence
 
     from deployment import RealPair
     from pdserve.protocol.admin import RequestRecord
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
 
+_WATCHED_S = 3.0
 _PROMPT = "Explain the request flow between Prefill and Decode in PD disaggregation."
 
 
@@ -191,6 +193,24 @@ async def test_many_at_once_all_move(real_pair: RealPair, client: httpx.AsyncCli
     assert {response.headers["x-pdserve-prefill"] for response in responses} == {"remote"}
     first_words = [response.json()["choices"][0]["text"].split()[:1] for response in responses]
     assert first_words == [body["choices"][0]["text"].split()[:1] for body in alone]
+
+
+async def test_an_idle_pair_leaves_the_machine_alone(real_pair: RealPair) -> None:
+    """NIXL's progress thread takes a core for each engine unless it may sleep (pdserve/vllm_plugin.py)."""
+    engines = [
+        process
+        for process in psutil.Process(real_pair.process.pid).children(recursive=True)
+        if "vllm.entrypoints" in " ".join(process.cmdline()) or process.name().startswith("VLLM")
+    ]
+    assert len(engines) >= len(Role)
+    before_s = _cpu_s(engines)
+    await asyncio.sleep(_WATCHED_S)
+    assert _cpu_s(engines) - before_s < _WATCHED_S / 2
+
+
+def _cpu_s(processes: Sequence[psutil.Process]) -> float:
+    times = [process.cpu_times() for process in processes]
+    return sum(each.user + each.system for each in times)
 
 
 async def test_models_and_health(real_pair: RealPair, client: httpx.AsyncClient) -> None:

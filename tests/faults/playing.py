@@ -9,6 +9,8 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from bench.asking import MESSAGES, body_of, read_stream, read_whole
 from faults.table import SHAPES, Cut, Outcome, Right, Told
 from pdserve.config import BreakerConfig, Config, RetriesConfig, TimeoutsConfig
@@ -23,7 +25,7 @@ if TYPE_CHECKING:
     import httpx
 
     from bench.asking import Said
-    from faults.table import Shape
+    from faults.table import Row, Shape
     from pdserve.engine.pool import EnginePool
     from pdserve.sim.stand_in import StandIn
     from split import Split
@@ -36,7 +38,17 @@ QUICK = TimeoutsConfig(
     connect=2.0, prefill=0.4, first_byte=0.4, whole_answer=0.4, silence=0.4, total=10.0, shutdown=2.0
 )
 QUICK_SETTINGS = dataclasses.replace(SETTINGS, handshake_timeout_s=1.0)
-ROW_TIMEOUTS = {True: QUICK, False: TIMEOUTS}
+_ENOUGH_S = 8.0
+"""For a leg that is not the slow one: a machine that stands still for a moment must not look like another fault."""
+
+
+def timeouts_of(row: Row) -> TimeoutsConfig:
+    """Short ones for the leg that a slow fault strikes, and for that alone."""
+    if not row.is_slow:
+        return TIMEOUTS
+    if row.side is Role.DECODE:
+        return msgspec.structs.replace(QUICK, prefill=_ENOUGH_S)
+    return msgspec.structs.replace(QUICK, first_byte=_ENOUGH_S, whole_answer=_ENOUGH_S, silence=_ENOUGH_S)
 
 
 @dataclass(frozen=True, slots=True)

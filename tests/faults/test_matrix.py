@@ -10,13 +10,13 @@ import pytest
 from faults.playing import (
     PATIENT,
     QUICK_SETTINGS,
-    ROW_TIMEOUTS,
     ask,
     check,
     expected_answers,
     heal,
     leaves_nothing,
     side,
+    timeouts_of,
 )
 from faults.table import REMOTE, ROWS, SHAPES, UNHARMED, UNSEEN
 from pdserve.core import Role
@@ -68,7 +68,7 @@ async def _play(row: Row) -> None:
 
 async def _once(row: Row) -> None:
     """1P1D, and one leg suffers it."""
-    async with split(settings=QUICK_SETTINGS, timeouts=ROW_TIMEOUTS[row.is_slow], config=PATIENT) as deployment:
+    async with split(settings=QUICK_SETTINGS, timeouts=timeouts_of(row), config=PATIENT) as deployment:
         alone = await _alone(deployment)
         tally = deployment.gateway.proxy.tally
         before = row.count(tally)
@@ -82,7 +82,7 @@ async def _once(row: Row) -> None:
 
 async def _always(row: Row) -> None:
     """1P1D, and every leg suffers it: nobody else is there to help."""
-    async with split(settings=QUICK_SETTINGS, timeouts=ROW_TIMEOUTS[row.is_slow], config=PATIENT) as deployment:
+    async with split(settings=QUICK_SETTINGS, timeouts=timeouts_of(row), config=PATIENT) as deployment:
         alone = await _alone(deployment)
         if row.is_slow:
             await _play_at_once(deployment, row, row.always, alone, times=None)
@@ -93,7 +93,7 @@ async def _always(row: Row) -> None:
 
 async def _with_another(row: Row) -> None:
     """2P2D: one of each works, and that is where most faults end."""
-    timeouts = ROW_TIMEOUTS[row.is_slow]
+    timeouts = timeouts_of(row)
     async with split(
         num_prefill=2, num_decode=2, settings=QUICK_SETTINGS, timeouts=timeouts, config=PATIENT
     ) as deployment:

@@ -206,7 +206,7 @@ def test_a_tensor_parallel_cpu_engine_has_a_core_for_each_rank() -> None:
 
 
 def test_the_cpu_profile_is_the_one_that_was_seen_to_work() -> None:
-    """bfloat16, eager, no torch.compile, buffers in host memory, TCP and shared memory, Intel's OpenMP."""
+    """bfloat16, eager, no torch.compile, buffers in host memory, TCP and shared memory, NIXL at rest, Intel's OpenMP."""
     command = _plan(_config(), _machine())[0]
     env = dict(command.env)
     assert _flag(command, "--dtype") == "bfloat16"
@@ -214,6 +214,7 @@ def test_the_cpu_profile_is_the_one_that_was_seen_to_work() -> None:
     assert _connector(command)["kv_buffer_device"] == "cpu"
     assert env["TORCHDYNAMO_DISABLE"] == "1"
     assert env["UCX_TLS"] == "tcp,sm,self"
+    assert env["PDSERVE_NIXL_PROGRESS_DELAY_US"] == "1000"
     assert env["LD_PRELOAD"] == "/venv/lib/libiomp5.so"
 
 

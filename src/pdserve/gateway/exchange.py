@@ -27,7 +27,6 @@ from pdserve.errors import (
 from pdserve.gateway.account import NOTHING_KNOWN, Account
 from pdserve.gateway.attempts import Attempts
 from pdserve.gateway.checks import EXPIRED, WRONG_TEXT, not_an_answer, refusal_of, stale_read, wrong_context
-from pdserve.gateway.lease import LeaseWatch
 from pdserve.gateway.relay import Relay
 from pdserve.protocol import nixl, openai
 from pdserve.protocol.handoff import Event, RequestLife, State
@@ -41,6 +40,7 @@ if TYPE_CHECKING:
     from pdserve.core import Decision, EngineAddress, EngineName, EngineSnapshot
     from pdserve.engine.transport import Answer, EngineClient
     from pdserve.gateway.call import Call, Reply
+    from pdserve.gateway.lease import Lease
     from pdserve.gateway.proxy import Proxy
     from pdserve.http.client import ClientConnection
     from pdserve.http.server import Headers
@@ -75,8 +75,8 @@ class Exchange:
         self._account = Account(call, clock=proxy.clock)
         self._watch: UsageWatch | None = None
         self._relay: Relay | None = None
-        self._lease: LeaseWatch | None = None
-        """Of the handoff that D has now."""
+        self._lease: Lease | None = None
+        """Of the handoff in hand, until D has answered."""
 
     async def run(self) -> None:
         """Steps 2 to 8. Raises RequestError, when the reply has started too."""
@@ -267,7 +267,6 @@ class Exchange:
             return False
         finally:
             relay.close()
-            self._close_lease()
         self._proxy.pool.report_success(client.address.name, prefill=self._prefill_name())
         if answer is None:
             self._finish_stream(watch)
@@ -313,7 +312,6 @@ class Exchange:
         client.send(connection, call.api, body, relay, request_id=request_id, headers=call.engine_headers)
         account.phases.handoff_s = (account.phases.handoff_s or 0.0) + account.lap()
         self._apply(Event.DECODE_SENT)
-        self._watch_lease()
 
     async def _outcome(self, client: EngineClient, relay: Relay) -> Answer | None:
         try:
@@ -332,40 +330,24 @@ class Exchange:
         body = watch.edit_answer(answer.body)
         engine = client.address
         error = wrong_context(self._handoff, watch.usage, engine) or not_an_answer(self._call.api, body, engine)
-        if error is None and self._lease is not None and not self._lease.is_sure and not await self._lease.was_kept():
-            error = stale_read(engine)
+        if error is None and (check := self._lease_check(client)) is not None:
+            error = await check
         if error is None:
             return body
         self._decode_failed(client, error)
         raise error
 
-    def _watch_lease(self) -> None:
-        """From now on D may take its time, and P's lease runs."""
-        handoff, proxy, prefill = self._handoff, self._proxy, self._prefill_name()
-        if handoff is None or prefill is None:
-            return
-        lease_s, margin_s, age_s = proxy.timeouts.kv_lease, proxy.timeouts.kv_lease_margin, handoff.age_s(proxy.clock())
-        self._lease = LeaseWatch(
-            proxy.expired_leases[prefill],
-            sure_for_s=lease_s - margin_s / 2 - age_s,  # P's lease began a little before its answer came.
-            ends_in_s=lease_s - age_s,
-            clock=proxy.clock,
-            loop=proxy.loop,
-        )
-
-    def _close_lease(self) -> None:
-        if self._lease is not None:
-            self._lease.close()
-            self._lease = None
-
     def _lease_check(self, client: EngineClient) -> asyncio.Task[EngineError | None] | None:
         """What must be known before D's answer may go to the client; None: nothing."""
-        if self._lease is None or self._lease.is_sure:
+        lease = self._lease
+        if lease is None or self._proxy.clock() < lease.sure_until_s:
             return None
-        return self._proxy.loop.create_task(self._stale_read(client, self._lease))
+        return self._proxy.loop.create_task(self._stale_read(client, lease))
 
-    async def _stale_read(self, client: EngineClient, lease: LeaseWatch) -> EngineError | None:
-        return None if await lease.is_kept() else stale_read(client.address)
+    async def _stale_read(self, client: EngineClient, lease: Lease) -> EngineError | None:
+        prefill = self._prefill_name()
+        assert prefill is not None
+        return None if await self._proxy.leases[prefill].is_kept(lease) else stale_read(client.address)
 
     def _decode_failed(self, client: EngineClient, error: EngineError | ClientStalled | DeadlinePassed) -> None:
         """Book it: in the table, and against whoever may be at fault."""
@@ -428,7 +410,6 @@ class Exchange:
     def _answered(self) -> Headers:
         """From now on the status stands. Gives pdserve's own headers."""
         self._apply(Event.DECODE_ANSWERED)
-        self._close_lease()
         self._account.status = _OK
         return self._account.headers()
 
@@ -479,7 +460,7 @@ class Exchange:
         releases = self._life.apply(event)
         prefill = self._prefill_name()
         if prefill is not None and was_holding != (self._life.state in _HOLDING):
-            self._proxy.pool.hold(prefill, -1 if was_holding else 1)
+            self._hold(prefill, is_held=not was_holding)
         if releases:
             assert self._handoff is not None
             assert self._decision is not None
@@ -488,6 +469,15 @@ class Exchange:
             self._proxy.releaser.release(self._handoff, prefill=prefill, headers=headers, avoid=avoid)
             if self._life.state is State.OPEN:
                 self._handoff = None
+
+    def _hold(self, prefill: EngineName, *, is_held: bool) -> None:
+        self._proxy.pool.hold(prefill, 1 if is_held else -1)
+        if is_held:
+            assert self._handoff is not None
+            self._lease = self._proxy.leases[prefill].open(self._handoff.taken_at_s)
+        elif self._lease is not None:
+            self._lease.is_open = False
+            self._lease = None
 
     def _blame(self, engine: EngineAddress, error: EngineError) -> None:
         pool = self._proxy.pool

@@ -17,7 +17,7 @@ from pdserve.gateway.attempts import RetryBudget
 from pdserve.gateway.call import Call
 from pdserve.gateway.exchange import Exchange
 from pdserve.gateway.fanout import answer_parts
-from pdserve.gateway.lease import ExpiredLeases
+from pdserve.gateway.lease import Leases
 from pdserve.gateway.passthrough import find_response
 from pdserve.protocol import openai
 from pdserve.protocol.handoff import Event
@@ -69,7 +69,11 @@ class Proxy:
         self.loop = asyncio.get_running_loop()
         """Kept, because asking for the running loop is a system call."""
         self.admission = Admission(config.admission, loop=self.loop)
-        self.expired_leases = {name: ExpiredLeases(pool.client(name), clock=clock) for name in pool.names()}
+        # P's lease began a little before its answer came.
+        sure_for_s = config.timeouts.kv_lease - config.timeouts.kv_lease_margin / 2
+        self.leases = {
+            name: Leases(pool.client(name), sure_for_s=sure_for_s, clock=clock, loop=self.loop) for name in pool.names()
+        }
         # Unique among gateways by the prefix, within this one by the number; uuid4 would ask the kernel each time.
         self._id_prefix = f"pd-{secrets.token_hex(8)}-"
         self._num_ids = itertools.count()
@@ -112,6 +116,11 @@ class Proxy:
         finally:
             exchange.end(Event.FAILED)  # Without effect unless a fault of ours came up here.
             self.journal.add(exchange.record())
+
+    def close(self) -> None:
+        """Ask engines nothing more."""
+        for leases in self.leases.values():
+            leases.close()
 
     def admit(self, request: Request) -> None:
         """Let a request in by its key. Raises InvalidRequest."""

@@ -88,6 +88,7 @@ async def running_gateway(
             yield Gateway(pool, journal, proxy, client, admin, watching)
         await releaser.drain()
     finally:
+        proxy.close()
         watching.cancel()
         await asyncio.wait([watching])
 

@@ -17,6 +17,7 @@ from pdserve.core import EngineAddress, EngineName, Role
 from pdserve.errors import ConfigError
 from pdserve.launch.flags import check_args, check_env, merge_args, render_arg
 from pdserve.launch.hardware import GIB
+from pdserve.vllm_plugin import DELAY_VARIABLE
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -32,6 +33,8 @@ CPU_CONTEXT_TOKENS = 2048
 CPU_MAX_SEQS = 16
 """More at once would only make each slower; vLLM's own limit is in the hundreds and sizes buffers by it."""
 CPU_MAX_KV_GIB = 4
+NIXL_PROGRESS_DELAY_US = 1000
+"""The shortest that NIXL can sleep. Two idle engines took two cores without it; pdserve/vllm_plugin.py tells why."""
 CPU_KV_SHARE = 1 / 8
 """Of the machine's memory, for the KV caches of all engines. Weights, Python and the page cache need the rest."""
 SHARED_GPU_SHARE = 0.6
@@ -246,6 +249,9 @@ def _cpu_profiles(
         # enforce-eager does not reach what runs on the side: `logprobs` compiled for more than a minute, 0.3 s with this.
         "TORCHDYNAMO_DISABLE": "1",
         "UCX_TLS": "tcp,sm,self",
+        DELAY_VARIABLE: str(NIXL_PROGRESS_DELAY_US),
+        # vLLM sets it just before it imports NIXL, and warns where the plugin has done that already (nixl_utils.py in 0.32).
+        "UCX_RCACHE_MAX_UNRELEASED": "1024",
         **libraries,
     }
     kv_space = {"VLLM_CPU_KVCACHE_SPACE": str(_cpu_kv_gib(hardware.memory_bytes, len(seats)))}

@@ -284,7 +284,7 @@ class Engine:
         """Have KV for all tokens in the blocks; what they then contain."""
         plan = sequence.plan
         if sequence.job.comes_late_s:
-            await self.clock.sleep(sequence.job.comes_late_s)
+            await self._come_late(sequence.job, plan)
         if isinstance(plan, Pull):
             assert self._transfers is not None
             async with self._transfers.heartbeats(plan):
@@ -298,6 +298,12 @@ class Engine:
         if isinstance(plan, WaitForever):
             await self._wait_forever(sequence)
         return await self._compute(sequence)
+
+    async def _come_late(self, job: Job, plan: Plan) -> None:
+        if self._transfers is not None and job.beats_before_s:
+            async with self._transfers.heartbeats(plan):
+                await self.clock.sleep(job.beats_before_s)
+        await self.clock.sleep(job.comes_late_s)
 
     async def _compute(self, sequence: Sequence) -> list[int]:
         """Compute what is not in the blocks yet. Even with all of it there, the last token is, to sample from."""

@@ -101,13 +101,14 @@ class NeverLoad(Fault):
 class ComeLate(Fault):
     """D comes to the request so much later, and its heartbeats are lost: P's lease may have ended by then.
 
-    Matters on D only. Whoever was given P's blocks meanwhile shows in the text.
+    Matters on D only. Whoever was given P's blocks meanwhile shows in the text. For `beats_s` before that it keeps the lease.
     """
 
     delay_s: float = 1.0
+    beats_s: float = 0.0
 
     def change_job(self, job: Job) -> Job:
-        return dataclasses.replace(job, comes_late_s=self.delay_s)
+        return dataclasses.replace(job, comes_late_s=self.delay_s, beats_before_s=self.beats_s)
 
 
 @dataclass(frozen=True, slots=True)

@@ -41,6 +41,8 @@ class Job:
     """Its KV never comes."""
     comes_late_s: float = 0.0
     """It waits so long before it is looked at, and P hears nothing meanwhile."""
+    beats_before_s: float = 0.0
+    """It waits so long before that, and P hears of it."""
 
 
 @dataclass(frozen=True, slots=True)

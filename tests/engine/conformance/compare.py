@@ -72,7 +72,8 @@ def _fold_choices(events: list[Event]) -> dict[str, Any]:
             _note(kinds, "stream", f"no choice: {sorted(event.data)}")
         for part in parts:
             index = str(part["index"])
-            _note(kinds, index, _kind_of(part))
+            for kind in _kinds_of(part):
+                _note(kinds, index, kind)
             choices[index] = _merged(choices.get(index, {}), part)
     num_usages = sum(usage is not None for usage in usages)
     told = (
@@ -88,13 +89,14 @@ def _fold_choices(events: list[Event]) -> dict[str, Any]:
     return {"kinds": kinds, "choices": choices, "chunk": rest, "usage": last_usage, "usage is told": told}
 
 
-def _kind_of(part: dict[str, Any]) -> str:
-    """What a chunk speaks of, not how much."""
+def _kinds_of(part: dict[str, Any]) -> list[str]:
+    """What a chunk speaks of, not how much. A busy API server puts the last words and the end into one chunk."""
     inner = part.get("delta", part)
     spoken = [name for name in ("role", "content", "text", "tool_calls", "reasoning") if inner.get(name) is not None]
-    if part.get("finish_reason") is not None:
-        return f"the end: {part['finish_reason']}"
-    return "+".join(spoken)
+    if part.get("finish_reason") is None:
+        return ["+".join(spoken)]
+    words = [name for name in spoken if inner[name] and name != "role"]
+    return [*(["+".join(words)] if words else []), f"the end: {part['finish_reason']}"]
 
 
 def _note(kinds: dict[str, list[str]], whose: str, kind: str) -> None:
