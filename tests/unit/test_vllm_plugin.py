@@ -23,7 +23,7 @@ def make_agent(monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
     def make() -> int:
         config = SimpleNamespace(pthrDelay=0)
         assert bindings.nixlAgent("P", config) == ("P", config)
-        return config.pthrDelay
+        return int(config.pthrDelay)
 
     return make
 
