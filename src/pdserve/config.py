@@ -52,6 +52,8 @@ class GatewayConfig(_Section, frozen=True):
 
     The admin listener answers who the engines are and what became of a request.
     """
+    workers: Annotated[int, msgspec.Meta(ge=1, le=256)] = 1
+    """Processes that serve clients, one per core that the gateway may fill. With one there is no other process at all."""
     max_body_bytes: Annotated[int, msgspec.Meta(ge=1)] = 64 * 1024 * 1024
     api_keys_file: str | None = None
     """Lines of `name:key`; with it, or with PDSERVE_API_KEYS, clients need a key. No key stands in this file itself."""
@@ -220,6 +222,11 @@ def check_config(config: Config, *, source: str) -> None:
         raise ConfigError(
             f"{source}: timeouts.kv_lease_margin = {config.timeouts.kv_lease_margin} leaves nothing of "
             f"timeouts.kv_lease = {config.timeouts.kv_lease}: every handoff would count as stale"
+        )
+    if config.gateway.workers > config.admission.max_concurrent:
+        raise ConfigError(
+            f"{source}: gateway.workers = {config.gateway.workers} share admission.max_concurrent = "
+            f"{config.admission.max_concurrent}, which leaves nothing for some of them; start fewer"
         )
     if (config.gateway.tls_cert is None) != (config.gateway.tls_key is None):
         raise ConfigError(f"{source}: gateway.tls_cert and gateway.tls_key go together; set both or neither")

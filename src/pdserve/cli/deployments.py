@@ -85,6 +85,9 @@ async def _show_status(found: DeploymentState) -> None:
         console.print(styled_state(pair.state), Text(f"{pair.prefill} to {pair.decode} {pair.cause}"))
     places = ", ".join(f"{count} {place}" for place, count in gateway.num_by_place.items() if count)
     console.print(f"{gateway.num_requests} requests" + (f": prefill {places}" if places else ""))
+    for index, worker in enumerate(gateway.workers):
+        if worker.state != "serving":
+            console.print(f"worker {index} of the gateway is {worker.state}", style="yellow")
     if gateway.num_running:
         console.print(f"{gateway.num_running} under way, {gateway.num_queued} waiting for their turn")
 

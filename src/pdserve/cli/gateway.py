@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import signal
+import sys
 from typing import TYPE_CHECKING
 
 import click
@@ -16,12 +18,13 @@ from pdserve.core import EngineAddress, EngineName, Role
 from pdserve.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import AsyncIterator, Iterator
     from pathlib import Path
 
     from pdserve.config import Config
     from pdserve.gateway.auth import Credentials
     from pdserve.gateway.service import Gateway
+    from pdserve.gateway.workers.front import Front
 
 _logger = logging.getLogger("pdserve.gateway")
 
@@ -32,6 +35,7 @@ _logger = logging.getLogger("pdserve.gateway")
 @click.option("--host", help="Address to listen on [default: 127.0.0.1].")
 @click.option("--port", type=click.IntRange(0, 65535), help="Port to listen on; 0 chooses one [default: 8192].")
 @click.option("--admin-port", type=click.IntRange(0, 65535), help="Port of the admin listener [default: the next one].")
+@click.option("--workers", type=click.IntRange(1, 256), help="Processes that serve clients [default: 1].")
 @security_options
 @config_option
 def gateway(
@@ -40,6 +44,7 @@ def gateway(
     host: str | None,
     port: int | None,
     admin_port: int | None,
+    workers: int | None,
     api_keys_file: str | None,
     tls_cert: str | None,
     tls_key: str | None,
@@ -57,6 +62,7 @@ def gateway(
             "gateway.host": host,
             "gateway.port": port,
             "gateway.admin_port": admin_port,
+            "gateway.workers": workers,
             "prefill.urls": list(prefill_urls) or None,
             "decode.urls": list(decode_urls) or None,
             **security_flags(api_keys_file, tls_cert, tls_key),
@@ -93,7 +99,12 @@ def run_gateway(config: Config, addresses: list[EngineAddress]) -> None:
     for warning in open_doors(config, needs_key=credentials.clients.are_needed):
         _logger.warning(warning)
     num_files = raise_limit()
-    lack = shortage(num_files, max_concurrent=config.admission.max_concurrent, num_engines=len(addresses))
+    lack = shortage(
+        num_files,
+        max_concurrent=config.admission.max_concurrent,
+        num_engines=len(addresses),
+        num_workers=config.gateway.workers,
+    )
     if lack is not None:
         _logger.warning(lack)
     uvloop.run(_serve(config, addresses, credentials, max_clients(num_files)))
@@ -111,17 +122,15 @@ def open_doors(config: Config, *, needs_key: bool) -> Iterator[str]:
 async def _serve(
     config: Config, addresses: list[EngineAddress], credentials: Credentials, num_clients: int | None
 ) -> None:
-    from pdserve.gateway.service import bind_gateway, running_gateway  # noqa: PLC0415
     from pdserve.http.listener import stopped_by_signal  # noqa: PLC0415
 
-    sockets = bind_gateway(config)
-    serving = running_gateway(config, addresses, sockets, credentials=credentials, max_clients=num_clients)
-    async with stopped_by_signal() as stop, serving as running:
-        stop.on_second(running.client.force_stop)
-        asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, _renew, config, credentials, running)
+    async with stopped_by_signal() as stop, _running(config, addresses, credentials, num_clients) as running:
+        stop.on_second(running.force_stop)
+        asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, running.renew)
         for address in addresses:
             click.echo(f"{address}")
-        click.echo(f"gateway on {running.client.url}, admin on {running.admin.url}")
+        workers = f", {config.gateway.workers} workers" if config.gateway.workers > 1 else ""
+        click.echo(f"gateway on {running.url}, admin on {running.admin_url}{workers}")
         narrating = asyncio.create_task(_narrate(running))
         stopping = asyncio.create_task(stop.wait())
         await asyncio.wait([stopping, running.watching], return_when=asyncio.FIRST_COMPLETED)
@@ -130,29 +139,41 @@ async def _serve(
             await running.watching
 
 
-def _renew(config: Config, credentials: Credentials, running: Gateway) -> None:
-    """Keys and certificate are replaced in their files, and a signal tells of it."""
-    credentials.clients.reload()
-    cert, key = config.gateway.tls_cert, config.gateway.tls_key
-    if cert is None or key is None:
+@contextlib.asynccontextmanager
+async def _running(
+    config: Config, addresses: list[EngineAddress], credentials: Credentials, num_clients: int | None
+) -> AsyncIterator[Gateway | Front]:
+    """One process that does it all, or a front with workers."""
+    from pdserve.gateway.service import bind_gateway, running_gateway  # noqa: PLC0415
+    from pdserve.gateway.workers.front import running_front  # noqa: PLC0415
+    from pdserve.http.listener import server_tls  # noqa: PLC0415
+
+    if config.gateway.workers == 1:
+        sockets = bind_gateway(config)
+        async with running_gateway(
+            config, addresses, sockets, credentials=credentials, max_clients=num_clients
+        ) as gateway:
+            yield gateway
         return
-    try:
-        running.client.renew_certificate(cert, key)
-    except ConfigError as exc:
-        _logger.error("the certificate stays as it is: %s", exc)  # noqa: TRY400 - the message says it all
-    else:
-        _logger.info("certificate read again")
+    if config.gateway.tls_cert is not None and config.gateway.tls_key is not None:
+        server_tls(
+            config.gateway.tls_cert, config.gateway.tls_key
+        )  # What is wrong with them is told once, and at once.
+    command = (sys.executable, "-m", "pdserve", "gateway-worker")
+    async with running_front(config, addresses, bind_gateway(config), command=command) as front:
+        yield front
 
 
-async def _narrate(gateway: Gateway) -> None:
+async def _narrate(running: Gateway | Front) -> None:
     """One line whenever an engine or a pair changes state."""
     told: dict[str, str] = {}
     while True:
-        now = {str(name): str(gateway.pool.state_of(name)[0]) for name in gateway.pool.names()}
-        now |= {f"{pair.prefill.name} -> {pair.decode.name}": str(pair.state) for pair in gateway.pool.pairs}
+        running.changed.clear()
+        status = await running.operations.status()
+        now = {engine.name: engine.state for engine in status.engines}
+        now |= {f"{pair.prefill} -> {pair.decode}": pair.state for pair in status.pairs}
         for what, state in now.items():
             if told.get(what) != state:
                 click.echo(f"{what}: {state}")
         told = now
-        await gateway.pool.changed.wait()
-        gateway.pool.changed.clear()
+        await running.changed.wait()

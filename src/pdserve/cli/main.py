@@ -21,6 +21,7 @@ _COMMANDS: Mapping[str, str] = {
     "logs": "deployments:logs",
     "down": "deployments:down",
     "gateway": "gateway:gateway",
+    "gateway-worker": "worker:worker",
     "verify": "verify:verify",
     "demo": "demo:demo",
     "config": "config:config",

@@ -26,12 +26,13 @@ def max_clients(limit: int) -> int | None:
     return None if limit == resource.RLIM_INFINITY else max(1, (limit - _OWN) // _PER_REQUEST)
 
 
-def shortage(limit: int, *, max_concurrent: int, num_engines: int) -> str | None:
-    """What is wrong where the limit is too low for the configuration, as a sentence."""
-    needed = _PER_REQUEST * max_concurrent + num_engines + _OWN
+def shortage(limit: int, *, max_concurrent: int, num_engines: int, num_workers: int = 1) -> str | None:
+    """What is wrong where the limit is too low for the configuration, as a sentence. Each worker has the limit for itself."""
+    needed = _PER_REQUEST * -(-max_concurrent // num_workers) + num_engines + _OWN
     if limit == resource.RLIM_INFINITY or limit >= needed:
         return None
+    who = "this process" if num_workers == 1 else f"each of {num_workers} workers"
     return (
-        f"this process may open {limit} files, and admission.max_concurrent = {max_concurrent} needs about {needed}; "
+        f"{who} may open {limit} files, and admission.max_concurrent = {max_concurrent} needs about {needed}; "
         "raise the hard limit (ulimit -Hn, LimitNOFILE) or lower admission.max_concurrent"
     )

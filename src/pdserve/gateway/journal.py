@@ -40,7 +40,7 @@ class Journal:
         """Keep a record; the oldest makes room."""
         self.num_requests += 1
         if record.status == _ANSWERED:
-            self._tally.count(PREFILLS, record.place.value)
+            self._tally.count(PREFILLS, record.place)
         self._keep(record)
 
     def add_parts(self, call: Call, error: RequestError | None) -> None:
@@ -86,6 +86,7 @@ def _record_of_parts(call: Call, parts: Sequence[RequestRecord], error: RequestE
         num_failed_legs=sum(part.num_failed_legs for part in parts),
         phases=Phases(),
         handoff=None,
+        ended_at=max(part.ended_at for part in parts),
         parts=[part.request_id for part in parts],
     )
 

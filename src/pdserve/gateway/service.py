@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from pdserve.engine.pool import EnginePool
+from pdserve.errors import ConfigError
 from pdserve.gateway.admin import AdminApp
 from pdserve.gateway.app import ClientApp
 from pdserve.gateway.auth import read_credentials
 from pdserve.gateway.journal import Journal
+from pdserve.gateway.operations import LocalOperations
 from pdserve.gateway.proxy import Proxy
 from pdserve.gateway.release import Releaser
 from pdserve.http.listener import Listener, bind, server_tls
@@ -26,13 +29,19 @@ if TYPE_CHECKING:
 
     from pdserve.config import Config, GatewayConfig
     from pdserve.core import EngineAddress
+    from pdserve.engine.board import Board
     from pdserve.gateway.auth import Credentials
+
+_logger = logging.getLogger("pdserve.gateway")
 
 
 @dataclass(frozen=True, slots=True)
 class Gateway:
     """A running gateway."""
 
+    config: Config
+    credentials: Credentials
+    operations: LocalOperations
     pool: EnginePool
     journal: Journal
     proxy: Proxy
@@ -40,6 +49,38 @@ class Gateway:
     admin: Listener
     watching: asyncio.Task[None]
     """Ends only by a fault: a gateway that no longer knows its engines must not look alive."""
+
+    @property
+    def url(self) -> str:
+        """Where clients connect."""
+        return self.client.url
+
+    @property
+    def admin_url(self) -> str:
+        """Where the operator connects."""
+        return self.admin.url
+
+    @property
+    def changed(self) -> asyncio.Event:
+        """Set whenever an engine or a pair changes state; whoever waits on it clears it."""
+        return self.pool.changed
+
+    def force_stop(self) -> None:
+        """Do not wait for open requests any longer."""
+        self.client.force_stop()
+
+    def renew(self) -> None:
+        """Read the clients' keys and the certificate again, from their files. What is not right changes nothing."""
+        self.credentials.clients.reload()
+        cert, key = self.config.gateway.tls_cert, self.config.gateway.tls_key
+        if cert is None or key is None:
+            return
+        try:
+            self.client.renew_certificate(cert, key)
+        except ConfigError as exc:
+            _logger.error("the certificate stays as it is: %s", exc)  # noqa: TRY400 - the message says it all
+        else:
+            _logger.info("certificate read again")
 
 
 def bind_gateway(config: Config) -> tuple[socket.socket, socket.socket]:
@@ -56,19 +97,21 @@ def bind_gateway(config: Config) -> tuple[socket.socket, socket.socket]:
 async def running_gateway(
     config: Config,
     engines: Sequence[EngineAddress],
-    sockets: tuple[socket.socket, socket.socket],
+    sockets: tuple[socket.socket | None, socket.socket | None],
     *,
     credentials: Credentials | None = None,
     max_clients: int | None = None,
+    board: Board | None = None,
 ) -> AsyncIterator[Gateway]:
     """Serve until the block is left; then drain within `timeouts.shutdown`. Without credentials, those of `config` alone.
 
-    Clients beyond `max_clients` connections are refused: engines need sockets too.
+    Clients beyond `max_clients` connections are refused: engines need sockets too. A worker among several has a `board`, and
+    no sockets: its front gives it its clients, and asks its `operations`.
     """
     credentials = credentials or read_credentials(config, {})
     timeouts, clock = config.timeouts, time.monotonic
     tally = Tally()
-    pool = EnginePool(engines, config, tally, access=credentials.engines, clock=clock)
+    pool = EnginePool(engines, config, tally, access=credentials.engines, clock=clock, board=board)
     journal = Journal(tally)
     releaser = Releaser(pool, tally)
     proxy = Proxy(config, pool, RoundRobin(), journal, releaser, tally=tally, credentials=credentials, clock=clock)
@@ -81,11 +124,12 @@ async def running_gateway(
         max_body_bytes=config.gateway.max_body_bytes,
         shutdown_s=timeouts.shutdown,
     )
-    admin = Listener(AdminApp(proxy).router(), sockets[1], shutdown_s=1)
+    operations = LocalOperations(proxy)
+    admin = Listener(AdminApp(operations).router(), sockets[1], shutdown_s=1)
     watching = asyncio.create_task(pool.run())
     try:
         async with admin, client:
-            yield Gateway(pool, journal, proxy, client, admin, watching)
+            yield Gateway(config, credentials, operations, pool, journal, proxy, client, admin, watching)
         await releaser.drain()
     finally:
         proxy.close()

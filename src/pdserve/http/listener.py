@@ -75,7 +75,7 @@ def _no_password() -> str:
 
 
 class Listener:
-    """Serves one application on one socket while it is entered.
+    """Serves one application on one socket while it is entered; without one, the clients that are given to `take`.
 
     `admit` sees the head of a request with a long body before the body is read; what it raises is the answer. Clients beyond
     `max_connections` are refused with 503. `keeps_half_closed`: a client that only finished sending still gets its answer.
@@ -84,7 +84,7 @@ class Listener:
     def __init__(
         self,
         application: Application,
-        sock: socket.socket,
+        sock: socket.socket | None,
         *,
         tls: ssl.SSLContext | None = None,
         admit: Callable[[Request], None] = lambda _: None,
@@ -94,7 +94,7 @@ class Listener:
         keep_alive_s: float = 75.0,
         shutdown_s: float = 30.0,
     ) -> None:
-        def connect(*, server_state: ServerState, **_unused: object) -> ServerConnection:
+        def connect(server_state: ServerState, **_unused: object) -> ServerConnection:
             return ServerConnection(
                 application,
                 server_state,
@@ -105,8 +105,11 @@ class Listener:
                 keeps_half_closed=keeps_half_closed,
             )
 
-        self._sock = sock
+        self._sockets = [] if sock is None else [sock]
         self._tls = tls
+        self._connect = connect
+        self._greetings: set[asyncio.Task[None]] = set()
+        """Connections on their way in: with TLS that takes a while."""
         self._is_started = False
         self._server = uvicorn.Server(
             uvicorn.Config(
@@ -124,13 +127,20 @@ class Listener:
     @property
     def url(self) -> str:
         """Where the listener is reached from this machine."""
-        host, port = self._sock.getsockname()[:2]
+        (sock,) = self._sockets
+        host, port = sock.getsockname()[:2]
         return http_url(host, port, is_tls=self._tls is not None)
 
     @property
     def num_connections(self) -> int:
         """Clients connected now."""
         return len(self._server.server_state.connections)
+
+    def take(self, connection: socket.socket) -> None:
+        """Serve a client whose connection somebody else accepted."""
+        greeting = asyncio.create_task(self._greet(connection))
+        self._greetings.add(greeting)
+        greeting.add_done_callback(lambda _: self._greeted(greeting, connection))
 
     def renew_certificate(self, cert: str, key: str) -> None:
         """For connections from now on. Raises ConfigError, and then nothing has changed."""
@@ -146,7 +156,7 @@ class Listener:
         config.load()
         config.ssl = self._tls
         self._server.lifespan = config.lifespan_class(config)
-        await self._server.startup(sockets=[self._sock])
+        await self._server.startup(sockets=self._sockets)
         self._is_started = True
         return self
 
@@ -160,11 +170,26 @@ class Listener:
         if not self._is_started:
             return
         self._is_started = False
-        await self._server.shutdown(sockets=[self._sock])
+        for greeting in self._greetings:
+            greeting.cancel()
+        await self._server.shutdown(sockets=self._sockets)
         for task in list(self._server.server_state.tasks):
             task.cancel()
         for connection in list(self._server.server_state.connections):
             connection.shutdown()
+
+    def _greeted(self, greeting: asyncio.Task[None], connection: socket.socket) -> None:
+        self._greetings.discard(greeting)
+        if greeting.cancelled():
+            connection.close()
+
+    async def _greet(self, connection: socket.socket) -> None:
+        loop = asyncio.get_running_loop()
+        # A client that speaks no TLS, or has left meanwhile, is nobody's concern.
+        with contextlib.suppress(OSError):
+            await loop.connect_accepted_socket(
+                lambda: self._connect(self._server.server_state), connection, ssl=self._tls
+            )
 
 
 async def _never_asgi(scope: object, receive: object, send: object) -> None:

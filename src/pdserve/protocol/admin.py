@@ -40,6 +40,17 @@ class PairInfo(msgspec.Struct, frozen=True, kw_only=True):
     """How long the first request through the pair took, its NIXL handshake included."""
 
 
+class WorkerInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """One of a gateway's processes that serve clients."""
+
+    state: str
+    """`serving`, `starting`, `leaving` (it was asked to stop), `silent` (it did not answer just now), or `ended`."""
+    pid: int | None
+    num_requests: int
+    num_running: int
+    num_restarts: int
+
+
 class GatewayStatus(msgspec.Struct, frozen=True, kw_only=True):
     """`/status`."""
 
@@ -54,9 +65,11 @@ class GatewayStatus(msgspec.Struct, frozen=True, kw_only=True):
     num_by_place: dict[PrefillPlace, int]
     num_released: int
     num_release_failures: int
+    workers: list[WorkerInfo] = []
+    """None where the gateway is one process."""
 
 
-class HandoffRecord(msgspec.Struct, frozen=True, kw_only=True):
+class HandoffRecord(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """A handoff's fields, as far as a person may want to see them."""
 
     remote_engine_id: str
@@ -81,7 +94,7 @@ class HandoffRecord(msgspec.Struct, frozen=True, kw_only=True):
         )
 
 
-class Phases(msgspec.Struct, kw_only=True):
+class Phases(msgspec.Struct, kw_only=True, gc=False):
     """Seconds spent in each step; None for a step that was not reached."""
 
     queue_s: float | None = None
@@ -95,7 +108,7 @@ class Phases(msgspec.Struct, kw_only=True):
     """Whole answers: from the D leg's last byte out to the answer; nobody outside D can tell its parts."""
 
 
-class RequestRecord(msgspec.Struct, frozen=True, kw_only=True):
+class RequestRecord(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """`/requests/ID`: one request, after its end."""
 
     request_id: str
@@ -116,5 +129,7 @@ class RequestRecord(msgspec.Struct, frozen=True, kw_only=True):
     """Legs that failed before this answer or error."""
     phases: Phases
     handoff: HandoffRecord | None
+    ended_at: float = 0.0
+    """Seconds since 1970."""
     parts: list[str] = []
     """Ids of the calls that a request for several choices or prompts was taken apart into; each has a record of its own."""

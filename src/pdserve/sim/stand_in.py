@@ -46,7 +46,8 @@ class _MortalListener(Listener):
             return
         self._is_started = False
         self.die()
-        self._sock.close()
+        for sock in self._sockets:
+            sock.close()
         await self.settled(cancels=True)
 
     async def settled(self, *, cancels: bool) -> None:

@@ -53,6 +53,11 @@ ENGINE_RESTARTS = Metric(
     "pdserve_engine_restarts_total", ("engine",), "Times that an engine came back, or showed itself as another process."
 )
 UNAUTHORIZED = Metric("pdserve_unauthorized_total", (), "Requests without a valid API key.")
+WORKER_RESTARTS = Metric(
+    "pdserve_worker_restarts_total",
+    (),
+    "Times that a process of a gateway with several ended by itself and was replaced.",
+)
 
 ALL = (
     REQUESTS,
@@ -66,4 +71,5 @@ ALL = (
     PAIR_FAILURES,
     ENGINE_RESTARTS,
     UNAUTHORIZED,
+    WORKER_RESTARTS,
 )

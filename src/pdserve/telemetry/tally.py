@@ -18,6 +18,11 @@ if TYPE_CHECKING:
     from pdserve.telemetry.metrics import Metric
 
 
+Counts = list[tuple[str, tuple[str, ...], int]]
+"""A metric's name, its labels and how many: what goes from one process to another."""
+_BY_NAME = {metric.name: metric for metric in ALL}
+
+
 class Tally:
     """Counts since the start."""
 
@@ -35,6 +40,15 @@ class Tally:
             for (counted, values), count in self._counts.items()
             if counted is metric and values[: len(labels)] == labels
         )
+
+    def dump(self) -> Counts:
+        """All counts, for another tally to include."""
+        return [(metric.name, labels, count) for (metric, labels), count in self._counts.items()]
+
+    def include(self, counts: Counts) -> None:
+        """Add what another tally has counted."""
+        for name, labels, count in counts:
+            self._counts[_BY_NAME[name], labels] += count
 
     def render(self, gauges: Mapping[str, tuple[str, float]]) -> bytes:
         """Prometheus text: all counters, and gauges of this moment as name to help and value."""

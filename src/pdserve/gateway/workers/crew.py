@@ -1,0 +1,404 @@
+"""Keeps the workers: starts them, hands them clients, asks them, replaces one that ends, and stops them all.
+
+A worker is a process that was started, not forked, and lives in a session of its own: a terminal's Ctrl-C reaches the front
+alone, which then tells the workers. Knows no HTTP.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import enum
+import logging
+import os
+import signal
+import socket
+import time
+from collections import deque
+from typing import TYPE_CHECKING, Any, Self, TypeVar
+
+from pdserve.engine.board import Board, open_shared
+from pdserve.errors import LaunchError
+from pdserve.gateway.workers import link as wire
+from pdserve.gateway.workers.intake import Door, hand_over
+from pdserve.protocol.admin import GatewayStatus, WorkerInfo
+from pdserve.telemetry.metrics import WORKER_RESTARTS
+from pdserve.telemetry.tally import Tally
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from types import TracebackType
+
+    from pdserve.config import Config
+    from pdserve.core import EngineAddress
+    from pdserve.gateway.workers.link import Answer, FromFront, FromWorker, Link
+
+ANSWER_TIMEOUT_S = 5.0
+"""A worker answers between two requests; one that needs longer hangs."""
+_FIRST_DELAY_S = 0.5
+_MAX_DELAY_S = 30.0
+_STEADY_S = 60.0
+"""A worker that has lived so long did not end of what ended the one before."""
+_STOP_EXTRA_S = 10.0
+"""Beyond `timeouts.shutdown`, for what a worker does after it: cancel, and release P's blocks."""
+_FORCED_S = 5.0
+"""A worker that was told not to wait has so long before it is killed."""
+
+_Kind = TypeVar("_Kind", bound="Answer")
+_logger = logging.getLogger("pdserve.workers")
+
+
+class WorkerState(enum.StrEnum):
+    """A worker as its front sees it."""
+
+    STARTING = "starting"
+    """It gets clients only where no other worker can take them: it knows of no decode engine yet."""
+    SERVING = "serving"
+    LEAVING = "leaving"
+    """It was asked to stop, and lets its requests end."""
+    SILENT = "silent"
+    """It should serve, and has not answered its last question in time."""
+    ENDED = "ended"
+
+
+class Place:
+    """One of the crew's places, and the worker that has it now."""
+
+    def __init__(self, index: int) -> None:
+        self.index = index
+        self.state = WorkerState.ENDED
+        self.is_up = False
+        """It answers questions."""
+        self.process: asyncio.subprocess.Process | None = None
+        self.num_restarts = 0
+        self.report: wire.Report | None = None
+        """The last one of the worker that is there."""
+        self.past = Tally()
+        """What those before it counted, as far as they told."""
+        self.num_past_requests = 0
+        self._link: Link[FromWorker] | None = None
+        self._channel: socket.socket | None = None
+        self._questions: deque[asyncio.Future[Answer]] = deque()
+
+    def __str__(self) -> str:
+        return f"worker {self.index} (pid {self.process.pid})" if self.process is not None else f"worker {self.index}"
+
+    @property
+    def takes_clients(self) -> bool:
+        """Whether it can be given any."""
+        return self.is_up and self._channel is not None
+
+    def info(self) -> WorkerInfo:
+        """For the operator."""
+        status = self.report.status if self.report is not None else None
+        is_there = self.process is not None and self.state is not WorkerState.ENDED
+        return WorkerInfo(
+            state=self.state,
+            pid=self.process.pid if self.process is not None and is_there else None,
+            num_requests=self.num_past_requests + (status.num_requests if status is not None else 0),
+            num_running=status.num_running if status is not None else 0,
+            num_restarts=self.num_restarts,
+        )
+
+    def attach(self, process: asyncio.subprocess.Process, link: Link[FromWorker], channel: socket.socket) -> None:
+        """A worker was started."""
+        self.process, self._link, self._channel = process, link, channel
+        self.state = WorkerState.STARTING
+
+    async def detach(self) -> None:
+        """It has ended."""
+        self.state = WorkerState.ENDED
+        self.is_up = False
+        self.take_no_more()
+        for question in self._questions:
+            question.cancel()
+        self._questions.clear()
+        if self.report is not None:
+            self.past.include(self.report.counts)
+            self.num_past_requests += self.report.status.num_requests
+            self.report = None
+        if self._link is not None:
+            await self._link.close()
+            self._link = None
+
+    def take_no_more(self) -> None:
+        """Hand no more clients to it; what lies in the channel it still takes."""
+        if self._channel is not None:
+            self._channel.close()
+            self._channel = None
+
+    def hand_over(self, connection: socket.socket) -> bool:
+        """Give it a client."""
+        return self._channel is not None and hand_over(self._channel, connection)
+
+    def leave(self) -> None:
+        """It has been asked to stop."""
+        self.state = WorkerState.LEAVING
+        self.take_no_more()
+
+    def tell(self, order: FromFront) -> None:
+        """Give an order, which nobody answers."""
+        if self._link is not None:
+            self._link.send(order)
+
+    def dismiss(self) -> None:
+        """Ask it to stop."""
+        if self._link is not None:
+            self.leave()
+            self._link.send(wire.Stop())
+
+    def kill(self) -> None:
+        """Wait for it no longer."""
+        if self.process is not None and self.process.returncode is None:
+            self.process.kill()
+
+    def ask(self, question: FromFront) -> asyncio.Future[Answer]:
+        """Its answer, once it comes; cancelled when it never will."""
+        assert self._link is not None
+        answering: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
+        self._questions.append(answering)
+        self._link.send(question)
+        return answering
+
+    async def try_ask(self, question: FromFront, kind: type[_Kind]) -> _Kind | None:
+        """The same; None where it is not there, or does not answer in time."""
+        if not self.is_up:
+            return None
+        answering = self.ask(question)
+        # A late answer finds its question still in the queue, where the next one's must not be taken for it.
+        await asyncio.wait([answering], timeout=ANSWER_TIMEOUT_S)
+        if not answering.done():
+            if self.state is WorkerState.SERVING:
+                _logger.warning("%s has not answered for %g s", self, ANSWER_TIMEOUT_S)
+                self.state = WorkerState.SILENT
+            return None
+        if answering.cancelled():
+            return None
+        answer = answering.result()
+        assert isinstance(answer, kind)
+        return answer
+
+    def answered(self, answer: Answer) -> None:
+        """The oldest question has its answer."""
+        if self.state is WorkerState.SILENT:
+            self.state = WorkerState.SERVING
+        if isinstance(answer, wire.Report):
+            self.report = answer
+        self._questions.popleft().set_result(answer)
+
+    async def receive(self) -> FromWorker | None:
+        """What it says next; None at its end."""
+        assert self._link is not None
+        return await self._link.receive()
+
+
+class Crew:
+    """All workers, while it is entered. Raises LaunchError on the way in when one of them ends before it has served."""
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        config: Config,
+        engines: Sequence[EngineAddress],
+        listener: socket.socket,
+    ) -> None:
+        self._command = command
+        self._config = config
+        self._engines = engines
+        self._descriptor = open_shared(num_engines=len(engines), num_workers=config.gateway.workers)
+        self._board = Board.shared(self._descriptor, num_engines=len(engines))
+        self._door = Door(listener, self._hand_on)
+        self._turn = 0
+        self._keeping: list[asyncio.Task[None]] = []
+        self._stopping = asyncio.Event()
+        self.places = [Place(index) for index in range(config.gateway.workers)]
+        self.draining: set[str] = set()
+        """Engines that a worker that comes new must be told of."""
+        self.changed = asyncio.Event()
+        """Set whenever an engine, a pair or a worker changes state; whoever waits on it clears it."""
+        self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        """Done only by a fault in here."""
+
+    async def __aenter__(self) -> Self:
+        self._keeping = [asyncio.create_task(self._keep(place)) for place in self.places]
+        for keeping in self._keeping:
+            keeping.add_done_callback(self._kept)
+        try:
+            while not all(place.is_up for place in self.places):
+                changing = asyncio.create_task(self.changed.wait())
+                waited_for: list[asyncio.Future[Any]] = [changing, self.failed]
+                await asyncio.wait(waited_for, return_when=asyncio.FIRST_COMPLETED)
+                changing.cancel()
+                if self.failed.done():
+                    await self.failed
+                self.changed.clear()
+        except BaseException:
+            await self.stop()
+            raise
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, exc: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.stop()
+
+    async def stop(self) -> None:
+        """Refuse new clients, let open requests end within the limit, and return when no worker is left."""
+        _logger.info("stopping: no new clients; open requests have %g s", self._config.timeouts.shutdown)
+        self._stopping.set()
+        self._door.close()
+        for place in self.places:
+            place.dismiss()
+        _, late = await asyncio.wait(self._keeping, timeout=self._config.timeouts.shutdown + _STOP_EXTRA_S)
+        if late:
+            _logger.error("workers that do not end are killed")
+            self._kill()
+            await asyncio.wait(late)
+        with contextlib.suppress(OSError):
+            os.close(self._descriptor)
+
+    def force_stop(self) -> None:
+        """Do not wait for open requests any longer."""
+        for place in self.places:
+            place.tell(wire.Force())
+        asyncio.get_running_loop().call_later(_FORCED_S, self._kill)
+
+    def tell(self, order: FromFront) -> None:
+        """An order to every worker."""
+        for place in self.places:
+            place.tell(order)
+
+    async def ask(self, question: FromFront, kind: type[_Kind]) -> list[_Kind | None]:
+        """Every place's answer."""
+        return await asyncio.gather(*(place.try_ask(question, kind) for place in self.places))
+
+    async def statuses(self) -> list[GatewayStatus]:
+        """Of those who serve; of those who start as long as nobody serves yet."""
+        reports = await self.ask(wire.AskReport(), wire.Report)
+        told = [
+            (place, report.status) for place, report in zip(self.places, reports, strict=True) if report is not None
+        ]
+        serving = [status for place, status in told if place.state is not WorkerState.STARTING]
+        return serving or [status for _, status in told]
+
+    def tally(self) -> Tally:
+        """What all workers have counted, those that are gone too."""
+        total = Tally()
+        for place in self.places:
+            total.include(place.past.dump())
+            if place.report is not None:
+                total.include(place.report.counts)
+        return total
+
+    def _kill(self) -> None:
+        for place in self.places:
+            place.kill()
+
+    def _hand_on(self, connection: socket.socket) -> bool:
+        self._turn += 1
+        in_turn = [self.places[(self._turn + index) % len(self.places)] for index in range(len(self.places))]
+        serving = [place for place in in_turn if place.state is WorkerState.SERVING]
+        rest = [place for place in in_turn if place.takes_clients and place.state is not WorkerState.SERVING]
+        return any(place.hand_over(connection) for place in (*serving, *rest))
+
+    def _settle(self) -> None:
+        """A worker has come or gone."""
+        if any(place.takes_clients for place in self.places):
+            self._door.open()
+        else:
+            self._door.shut()
+        self.changed.set()
+
+    def _kept(self, keeping: asyncio.Task[None]) -> None:
+        if self.failed.done() or keeping.cancelled():
+            return
+        exc = keeping.exception()
+        if exc is not None:
+            self.failed.set_exception(exc)
+
+    async def _keep(self, place: Place) -> None:
+        """One worker after the other, until the stop."""
+        delay_s = _FIRST_DELAY_S
+        while True:
+            started_at_s = time.monotonic()
+            has_served = await self._employ(place)
+            if self._stopping.is_set():
+                return
+            status = _told_status(place)
+            if not has_served and place.num_restarts == 0:
+                raise LaunchError(f"{place} {status} before it served; what it said stands above")
+            if time.monotonic() - started_at_s >= _STEADY_S:
+                delay_s = _FIRST_DELAY_S
+            place.num_restarts += 1
+            place.past.count(WORKER_RESTARTS)
+            _logger.error("%s %s; another one starts in %g s", place, status, delay_s)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(delay_s):
+                    await self._stopping.wait()
+                    return
+            delay_s = min(delay_s * 2, _MAX_DELAY_S)
+
+    async def _employ(self, place: Place) -> bool:
+        """Start a worker and follow it to its end. Returns whether it has served."""
+        await self._hire(place)
+        assert place.process is not None
+        has_served = False
+        while (message := await place.receive()) is not None:
+            match message:
+                case wire.Up():
+                    has_served = place.is_up = True
+                    for name in self.draining:
+                        place.ask(wire.SetDraining(name, is_draining=True))
+                    self._settle()
+                case wire.Ready():
+                    place.state = WorkerState.SERVING
+                    _logger.info("%s serves", place)
+                    self._settle()
+                case wire.Changed():
+                    self.changed.set()
+                case wire.Leaving():
+                    place.leave()
+                    self._settle()
+                case wire.Farewell():
+                    place.report = message.report
+                case _:
+                    place.answered(message)
+        await place.process.wait()
+        self._board.forget(place.index)
+        await place.detach()
+        self._settle()
+        return has_served
+
+    async def _hire(self, place: Place) -> None:
+        ours, theirs = socket.socketpair()
+        channel, intake = socket.socketpair()
+        channel.setblocking(False)
+        with theirs, intake:
+            process = await asyncio.create_subprocess_exec(
+                *self._command,
+                str(place.index),
+                str(theirs.fileno()),
+                stdin=asyncio.subprocess.DEVNULL,
+                pass_fds=[theirs.fileno(), intake.fileno(), self._descriptor],
+                start_new_session=True,
+            )
+            link = await wire.link_to_worker(ours)
+            place.attach(process, link, channel)
+            begin = wire.Begin(
+                config=self._config,
+                engines=list(self._engines),
+                worker=place.index,
+                num_workers=len(self.places),
+                board_descriptor=self._descriptor,
+                intake_descriptor=intake.fileno(),
+            )
+        place.tell(begin)
+        if self._stopping.is_set():  # It came while the others were told.
+            place.dismiss()
+
+
+def _told_status(place: Place) -> str:
+    assert place.process is not None
+    code = place.process.returncode
+    assert code is not None
+    return f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with status {code}"
