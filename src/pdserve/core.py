@@ -6,8 +6,9 @@ Times are monotonic seconds. Counts start with `num_`.
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
 from typing import NewType
+
+import msgspec
 
 EngineName = NewType("EngineName", str)
 """What a person calls an engine: `prefill-0`, `decode-1`."""
@@ -59,8 +60,7 @@ WEAKEST_FIRST = (PrefillPlace.UNPROVEN, PrefillPlace.LOCAL, PrefillPlace.ALONE, 
 """What stands for a request in parts: `remote` only where all of them are."""
 
 
-@dataclass(frozen=True, slots=True)
-class Evidence:
+class Evidence(msgspec.Struct, frozen=True, gc=False):
     """What is known of one request's prefill, and why."""
 
     place: PrefillPlace
@@ -71,8 +71,7 @@ class Evidence:
     """A sentence, wherever the place is not `remote`."""
 
 
-@dataclass(frozen=True, slots=True)
-class EngineAddress:
+class EngineAddress(msgspec.Struct, frozen=True, gc=False):
     """One vLLM server, as its user names and reaches it."""
 
     name: EngineName
@@ -86,21 +85,22 @@ class EngineAddress:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class EngineSnapshot:
-    """What the gateway knows of an engine at one moment: all that a policy may look at."""
+class EngineSnapshot(msgspec.Struct):
+    """What the gateway knows of an engine at one moment: all that a policy may look at.
+
+    Not frozen, since whoever makes them brings the same ones up to date for every request; for everybody else they are values.
+    """
 
     address: EngineAddress
     num_in_flight: int
-    """Legs that this gateway has open on the engine."""
+    """Legs that this gateway, all its workers together, has open on the engine."""
     is_healthy: bool
     """Whether it may be given new work."""
     partners: frozenset[EngineName] = frozenset()
     """A prefill engine's decode engines that its handoffs are known to reach."""
 
 
-@dataclass(frozen=True, slots=True)
-class RequestFacts:
+class RequestFacts(msgspec.Struct, frozen=True, gc=False):
     """What a policy may know of a request: sizes and shape, never content."""
 
     prompt_bytes: int
@@ -113,16 +113,14 @@ class RequestFacts:
     """False where an engine keeps something of the request: sent twice, it would be kept twice."""
 
 
-@dataclass(frozen=True, slots=True)
-class RemotePrefill:
+class RemotePrefill(msgspec.Struct, frozen=True, gc=False):
     """Prefill on one engine, decode on another."""
 
     prefill: EngineAddress
     decode: EngineAddress
 
 
-@dataclass(frozen=True, slots=True)
-class DecodeAlone:
+class DecodeAlone(msgspec.Struct, frozen=True, gc=False):
     """One engine does it all."""
 
     decode: EngineAddress

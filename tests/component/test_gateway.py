@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import itertools
 import json
 import socket
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import pytest
 
 from pdserve.config import AdmissionConfig, Config, RetriesConfig
@@ -470,7 +470,7 @@ async def test_a_prompt_that_d_counts_otherwise_is_never_answered(pair: Split, m
 
     def miscounted(api: Api, answer: bytes, *, now_s: float) -> nixl.Handoff:
         handoff = parse(api, answer, now_s=now_s)
-        return dataclasses.replace(handoff, num_prompt_tokens=(handoff.num_prompt_tokens or 0) + 1)
+        return msgspec.structs.replace(handoff, num_prompt_tokens=(handoff.num_prompt_tokens or 0) + 1)
 
     monkeypatch.setattr(nixl, "parse_handoff", miscounted)
     response = await pair.client.post("/v1/completions", json=_body())

@@ -97,7 +97,7 @@ def _echoes_and_breaks_off(body: bytes, response: Response) -> None:
 
 
 def _echoes_bad_http(body: bytes, response: Response) -> None:
-    response._connection.write(b"HTTP/1.1 200 OK\r\n" + body + b"\r\n\r\n")
+    response.connection.write(b"HTTP/1.1 200 OK\r\n" + body + b"\r\n\r\n")
     response.abort()
 
 

@@ -36,7 +36,7 @@ def _credentials(*, engine_key: str | None = None, **keys: str) -> Credentials:
 
 
 def _request(*headers: tuple[bytes, bytes], path: bytes = b"/v1/models") -> Request:
-    return Request(b"GET", path, b"", list(headers), b"", knows_chunks=True, keep_alive=True, received_at_s=0)
+    return Request(b"GET", path, b"", list(headers), knows_chunks=True, keep_alive=True, received_at_s=0)
 
 
 @pytest.mark.parametrize(

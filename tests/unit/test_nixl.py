@@ -136,6 +136,50 @@ def test_d_gets_the_handoff_without_the_key_that_hides_the_proof() -> None:
     assert (sent["max_tokens"], sent["min_tokens"]) == (7, 2)
 
 
+@pytest.mark.parametrize("separators", [(",", ":"), (", ", ": ")])
+@pytest.mark.parametrize("value", [128, 0, None])
+@pytest.mark.parametrize("index", range(len(HANDOFF)))
+def test_the_key_that_hides_the_proof_goes_wherever_it_stands(
+    index: int, value: int | None, separators: tuple[str, str]
+) -> None:
+    """Also first, in the middle, and where the same name stands in something inside, which is not ours to change."""
+    others = {name: value for name, value in HANDOFF.items() if name != nixl.HIDING_KEY}
+    others["new_in_0_33"] = {"a": 1, nixl.HIDING_KEY: 5}
+    members = list(others.items())
+    members.insert(index, (nixl.HIDING_KEY, value))
+    handoff = _parse(json.dumps({"kv_transfer_params": dict(members)}, separators=separators).encode())
+    assert json.loads(bytes(handoff.params)) == others
+    assert handoff.num_cached_on_prefill == (value or 0)
+
+
+@pytest.mark.parametrize("rest", [b"", b',"remote_prefill_cached_tokens":0'])
+def test_a_key_that_is_no_text_is_refused(rest: bytes) -> None:
+    """D would find fault with the whole request, and the client be told that it was its own."""
+    params = json.dumps(HANDOFF).encode()[:-1] + b',"\xff":1' + rest + b"}"
+    with pytest.raises(UnusableHandoff):
+        _parse(b'{"kv_transfer_params":%b}' % params)
+
+
+@pytest.mark.parametrize(
+    ("block_ids", "num_blocks"),
+    [("[[7]]", 1), ("[[1,2,3]]", 3), ("[[1, 2],[3]]", 3), ("[[1],[]]", 1), ("[ [1] ]", 1), ("[[10,20],[30,40,50]]", 5)],
+)
+def test_blocks_are_counted_in_all_groups(block_ids: str, num_blocks: int) -> None:
+    """A model with several kinds of attention has a group of each."""
+    body = _answer(HANDOFF | {"remote_block_ids": 0.5}).replace(b"0.5", block_ids.encode())
+    assert _parse(body).num_blocks == num_blocks
+
+
+@pytest.mark.parametrize(
+    "block_ids", ["[1,[2]]", "[[1],2]", "[[[1]]]", "[1]", "1", '[["1"]]', "[[1.5]]", "{}", "[[true]]"]
+)
+def test_block_ids_of_another_shape_are_refused(block_ids: str) -> None:
+    """Whatever they are counted by, D's EngineCore would take them apart as lists of integers."""
+    body = _answer(HANDOFF | {"remote_block_ids": 0.5}).replace(b"0.5", block_ids.encode())
+    with pytest.raises(UnusableHandoff, match=r"incomplete.*remote_block_ids"):
+        _parse(body)
+
+
 @pytest.mark.parametrize(
     "key", ["remote_engine_id", "remote_request_id", "remote_host", "remote_port", "remote_block_ids"]
 )

@@ -33,3 +33,12 @@ def test_a_limit_that_is_too_low_is_told() -> None:
     assert told is not None
     assert "1024" in told
     assert "8260" in told
+
+
+def test_each_worker_has_the_limit_for_itself() -> None:
+    """What one process may not open for all, four may for a quarter each."""
+    assert shortage(4096, max_concurrent=4096, num_engines=4) is not None
+    assert shortage(4096, max_concurrent=4096, num_engines=4, num_workers=4) is None
+    told = shortage(1024, max_concurrent=4096, num_engines=4, num_workers=4)
+    assert told is not None
+    assert told.startswith("each of 4 workers may open 1024 files")

@@ -7,6 +7,7 @@ import itertools
 import json
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -302,6 +303,45 @@ def test_blanks_hide_no_second_prompt(prompt: bytes) -> None:
     assert openai.facts_of(Api.COMPLETIONS, fields).alone_reason is AloneReason.MANY_PROMPTS
 
 
+@pytest.mark.parametrize(
+    ("prompt", "is_one"),
+    [
+        (b"[[1, 2, 3]]", True),
+        (b" [\n[ 1 ]\n] ", True),
+        (b"[[]]", True),
+        (b"[[[1]]]", True),
+        (b'[["]"]]', True),
+        (b'["]"]', True),
+        (b"[[1], [2]]", False),
+        (b"[[1], 2]", False),
+        (b'[["]"], [1]]', False),
+        (b'[[1], "]"]', False),
+        (b'["]", [1]]', False),
+        (b'["[", "]"]', False),
+        (b"[[[1]], [2]]", False),
+    ],
+)
+def test_brackets_are_counted_as_json_has_them(prompt: bytes, is_one: bool) -> None:  # noqa: FBT001
+    """A list of one long list is known without parsing it, and nothing else may pass for one."""
+    fields = openai.split_request(b'{"prompt": %b}' % prompt)
+    assert (openai.facts_of(Api.COMPLETIONS, fields).alone_reason is None) is is_one
+
+
+@pytest.mark.parametrize(
+    ("api", "members", "reason"),
+    [
+        (Api.RESPONSES, {"store": "x", "previous_response_id": "r", "background": True}, AloneReason.PREVIOUS_RESPONSE),
+        (Api.COMPLETIONS, {"stream": 1, "echo": True, "n": 2}, AloneReason.MANY_CHOICES),
+    ],
+)
+def test_the_reason_does_not_depend_on_the_order_of_the_members(
+    api: Api, members: dict[str, Any], reason: AloneReason
+) -> None:
+    """Of several the same one is told, however the client writes its request: what follows may depend on it."""
+    for order in itertools.permutations(members.items()):
+        assert _facts(api, **dict(order), prompt="p", input="p").alone_reason is reason
+
+
 @pytest.mark.parametrize("body", [b'{"prompt":"p","a":' + b"[" * 100_000, b'{"prompt":"p","n":1e999}', b'{"a":"\xff"}'])
 def test_what_breaks_a_decoder_is_no_fault_of_ours(body: bytes) -> None:
     """Depth, size and bad UTF-8 end in a 400 or in a request for D alone, never in an exception of another kind."""
@@ -383,3 +423,24 @@ def test_usage_that_is_the_gateways_alone_comes_once() -> None:
     """Continuous counts mean nothing without a final one, and our asking for that must not bring them about."""
     assert _sent_options({"continuous_usage_stats": True}) == {"include_usage": True}
     assert _sent_options({"continuous_usage_stats": True, "include_usage": False}) == {"include_usage": True}
+
+
+@given(
+    st.dictionaries(
+        st.text(), st.one_of(st.none(), st.integers(), st.text(), st.integers(8190, 9000).map("é".__mul__)), max_size=8
+    )
+)
+def test_pieces_are_the_same_bytes(members: dict[str, object]) -> None:
+    """What is long is not copied, wherever it stands and whatever the names are."""
+    fields = openai.split_request(msgspec.json.encode(members))
+    pieces = openai.join_pieces(fields)
+    assert (pieces if isinstance(pieces, bytes) else b"".join(pieces)) == openai.join(fields)
+
+
+def test_only_what_is_long_makes_pieces() -> None:
+    """A copy of a few bytes is cheaper than a piece."""
+    assert isinstance(openai.join_pieces(openai.split_request(b'{"model":"m","prompt":"a"}')), bytes)
+    body = b'{"model":"m","prompt":"%b","n":1}' % (b"a" * 9000)
+    pieces = openai.join_pieces(openai.split_request(body))
+    assert isinstance(pieces, list)
+    assert [len(piece) for piece in pieces] == [len(b'{"model":"m","prompt":'), 9002, len(b',"n":1}')]

@@ -74,6 +74,14 @@ def test_any_other_host_is_refused_with_the_setting_to_add(host: str) -> None:
         _CONFIGURED.check(host)
 
 
+def test_a_host_is_judged_the_same_every_time() -> None:
+    """What was allowed is remembered by its spelling, within a bound, and what was not never becomes so."""
+    hosts = AllowedHosts.of(["fd00:9::/64"], engine="p")
+    for _ in range(2):
+        assert all(hosts.allows(f"fd00:9::{index:x}") for index in range(200))
+        assert not any(hosts.allows(f"fd00:8::{index:x}") for index in range(200))
+
+
 @pytest.mark.parametrize("url", ["http://127.0.0.1:8100", "http://localhost:8100", "http://[::1]:8100"])
 async def test_an_engine_on_this_machine_may_name_it_by_any_of_its_addresses(url: str) -> None:
     """Engines without VLLM_NIXL_SIDE_CHANNEL_HOST say localhost, whatever their URL is."""

@@ -177,6 +177,23 @@ def test_an_answer_that_is_no_json_is_passed_on(api: Api) -> None:
     assert watch.usage is None
 
 
+@pytest.mark.parametrize(
+    ("api", "name"),
+    [(Api.COMPLETIONS, "choices"), (CHAT, "choices"), (Api.RESPONSES, "output"), (Api.MESSAGES, "content")],
+)
+def test_what_is_no_answer_is_noted(api: Api, name: str) -> None:
+    """By the member without which no client could read it; nonsense with status 200 is an engine's fault."""
+    for body, has_answer in (
+        (b'{"%b": []}' % name.encode(), True),
+        (b'{"usage": {}}', False),
+        (b"[]", False),
+        (b"", False),
+    ):
+        watch = UsageWatch(api, prefill_details=_cached(1), client_wants_usage=False)
+        watch.edit_answer(body)
+        assert watch.has_answer is has_answer
+
+
 def _response(num_cached: int, **fields: Any) -> dict[str, Any]:
     return {"id": "resp_1", "output": [{"text": '"usage"'}], "usage": _response_usage(300, num_cached), **fields}
 

@@ -12,11 +12,11 @@ import asyncio
 import contextlib
 import enum
 import logging
-import secrets
 from typing import TYPE_CHECKING
 
 from pdserve.core import EngineSnapshot, PrefillPlace, Role
 from pdserve.engine import pair as pairs
+from pdserve.engine.board import Board
 from pdserve.engine.breaker import Breaker, BreakerState
 from pdserve.engine.credentials import OPEN_ACCESS
 from pdserve.engine.side_channel import allowed_hosts_of
@@ -26,7 +26,7 @@ from pdserve.protocol.side_channel_hosts import AllowedHosts
 from pdserve.telemetry.metrics import BREAKER_OPENED, ENGINE_FAILURES, ENGINE_RESTARTS, PAIR_FAILURES
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Iterable, Sequence
 
     from pdserve.config import Config
     from pdserve.core import EngineAddress, EngineName
@@ -108,7 +108,8 @@ class Pair:
 
 
 class _Member:
-    def __init__(self, client: EngineClient, breaker: Breaker) -> None:
+    def __init__(self, index: int, client: EngineClient, breaker: Breaker) -> None:
+        self.index = index
         self.client = client
         self.breaker = breaker
         self.state = EngineState.STARTING
@@ -124,17 +125,40 @@ class _Member:
         self.is_doubted = False
         """A connection to it ended too early since it was last seen well."""
         self.is_draining = False
-        self.cache_salt: str | None = None
-        """Keeps what its prefix cache holds by now from being found again; None while nothing speaks against it."""
         self.was_tried = False
         """One of its pairs has been tried in its present life: another engine's restart takes no traffic from it."""
+        self.view = EngineSnapshot(client.address, num_in_flight=0, is_healthy=False)
         self.num_held = 0
         """Handoffs whose KV it holds for a D that has not answered yet."""
         self.engine_ids: set[str] = set()
         """Under which its handoffs were proven."""
         self.allowed_hosts = AllowedHosts.of((), engine=str(client.address))
-        self.partners: frozenset[EngineName] = frozenset()
         self.poked = asyncio.Event()
+
+
+class Leg:
+    """One leg under way. Not a generator: that would cost as much as all the rest of it."""
+
+    __slots__ = ("_breaker", "_client", "_index", "_legs", "_was_try")
+
+    def __init__(self, client: EngineClient, breaker: Breaker, legs: memoryview, index: int) -> None:
+        self._client = client
+        self._breaker = breaker
+        self._legs = legs
+        self._index = index
+        self._was_try = False
+
+    def __enter__(self) -> EngineClient:
+        self._client.num_in_flight += 1
+        self._legs[self._index] += 1
+        self._was_try = self._breaker.begin()
+        return self._client
+
+    def __exit__(self, *_: object) -> None:
+        self._client.num_in_flight -= 1
+        self._legs[self._index] -= 1
+        if self._was_try:
+            self._breaker.end(was_try=True)
 
 
 class EnginePool:
@@ -147,23 +171,30 @@ class EnginePool:
         tally: Tally,
         *,
         access: EngineAccess = OPEN_ACCESS,
+        board: Board | None = None,
         clock: Callable[[], float],
     ) -> None:
+        """Without a board it has one of its own: no other process sees its load."""
+        addresses = list(addresses)
+        self._board = board or Board.alone(len(addresses))
         self._timeouts = config.timeouts
         self._side_channel_hosts = config.prefill.side_channel_hosts
         self._tally = tally
         self._members = {
             address.name: _Member(
+                index,
                 EngineClient(address, connect_timeout_s=config.timeouts.connect, access=access),
                 Breaker(config.breaker, clock=clock),
             )
-            for address in addresses
+            for index, address in enumerate(addresses)
         }
+        self._views = [member.view for member in self._members.values()]
         self.pairs = [
             Pair(prefill.client.address, decode.client.address)
             for prefill in self._of(Role.PREFILL)
             for decode in self._of(Role.DECODE)
         ]
+        self._pairs = {(pair.prefill.name, pair.decode.name): pair for pair in self.pairs}
         self.changed = asyncio.Event()
         """Set whenever an engine or a pair changes state; whoever waits on it clears it."""
 
@@ -179,17 +210,18 @@ class EnginePool:
             for member in self._members.values():
                 member.client.close()
 
-    def snapshots(self) -> list[EngineSnapshot]:
-        """What a policy may look at."""
-        return [
-            EngineSnapshot(
-                member.client.address,
-                num_in_flight=member.client.num_in_flight,
-                is_healthy=member.state is EngineState.READY and not member.is_suspect and member.breaker.lets_through,
-                partners=member.partners,
+    def snapshots(self) -> Sequence[EngineSnapshot]:
+        """What a policy may look at, as it is now; good until the next call."""
+        total = self._board.total
+        for member in self._members.values():
+            view, breaker = member.view, member.breaker
+            view.num_in_flight = total(member.index)
+            view.is_healthy = (
+                member.state is EngineState.READY
+                and not member.is_suspect
+                and (breaker.state is BreakerState.CLOSED or breaker.lets_through)
             )
-            for member in self._members.values()
-        ]
+        return self._views
 
     def client(self, name: EngineName) -> EngineClient:
         """The connections to one engine."""
@@ -204,17 +236,10 @@ class EnginePool:
         """Every engine, prefill first as configured."""
         return list(self._members)
 
-    @contextlib.contextmanager
-    def leg(self, name: EngineName) -> Iterator[EngineClient]:
-        """Count a leg as the engine's load while it runs."""
+    def leg(self, name: EngineName) -> Leg:
+        """Counts a leg as the engine's load while it is entered."""
         member = self._members[name]
-        member.client.num_in_flight += 1
-        was_try = member.breaker.begin()
-        try:
-            yield member.client
-        finally:
-            member.client.num_in_flight -= 1
-            member.breaker.end(was_try=was_try)
+        return Leg(member.client, member.breaker, self._board.mine, member.index)
 
     def num_held(self, name: EngineName) -> int:
         """Handoffs whose KV an engine holds for a D that has not answered yet."""
@@ -257,7 +282,7 @@ class EnginePool:
         """A leg did what it should; with `prefill`, so did the handoff from there."""
         self._members[name].breaker.succeeded()
         if prefill is not None:
-            self._pair(prefill, name).num_failures = 0
+            self._pairs[prefill, name].num_failures = 0
 
     def report_failure(self, name: EngineName, reason: Reason) -> None:
         """A leg failed though the engine was there."""
@@ -270,7 +295,7 @@ class EnginePool:
     def report_pair_failure(self, prefill: EngineName, decode: EngineName, cause: str) -> None:
         """A handoff failed on D, which may be either's fault: after some in a row the pair is proven again before more."""
         self._tally.count(PAIR_FAILURES, prefill, decode)
-        pair = self._pair(prefill, decode)
+        pair = self._pairs[prefill, decode]
         pair.num_failures += 1
         if pair.num_failures >= _PAIR_FAILURES_UNTIL_FAILING and pair.is_usable:
             _logger.warning("%s -> %s failed too often and is tried anew before it gets traffic", prefill, decode)
@@ -280,11 +305,11 @@ class EnginePool:
 
     def is_usable(self, prefill: EngineName, decode: EngineName) -> bool:
         """Whether handoffs may go from one engine to the other."""
-        return decode in self._members[prefill].partners
+        return decode in self._members[prefill].view.partners
 
     def cache_salt(self, name: EngineName) -> str | None:
         """What every request to a decode engine must add to its cache salt; None: nothing."""
-        return self._members[name].cache_salt
+        return self._board.salt(self._members[name].index)
 
     def report_wrong_text(self, name: EngineName, reason: Reason) -> None:
         """A decode engine read KV that was not its request's.
@@ -294,7 +319,7 @@ class EnginePool:
         to the engine carry a salt, with which nothing of before is found.
         """
         self._tally.count(ENGINE_FAILURES, name, reason)
-        self._members[name].cache_salt = secrets.token_hex(16)
+        self._board.renew_salt(self._members[name].index)
         _logger.error(
             "%s read KV of another request (%s): what its prefix cache holds is not used any more", name, reason
         )
@@ -308,7 +333,7 @@ class EnginePool:
         member = self._members[name]
         if engine_id in member.engine_ids:
             return True
-        if member.partners:  # Else it is being proven already: once is enough for all requests that meet it.
+        if member.view.partners:  # Else it is being proven already: once is enough for all requests that meet it.
             _logger.warning("%s shows itself as engine %s, which is not proven yet", member.client.address, engine_id)
             self._untry(member)
         return False
@@ -424,13 +449,10 @@ class EnginePool:
         """Something changed: work out every engine's state, here and not at each request's snapshot."""
         for member in self._members.values():
             member.state = self._state_of(member)
-            member.partners = frozenset(
+            member.view.partners = frozenset(
                 pair.decode.name for pair in self.pairs if pair.prefill == member.client.address and pair.is_usable
             )
         self.changed.set()
-
-    def _pair(self, prefill: EngineName, decode: EngineName) -> Pair:
-        return next(pair for pair in self.pairs if (pair.prefill.name, pair.decode.name) == (prefill, decode))
 
     def _state_of(self, member: _Member) -> EngineState:
         if not member.is_up:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import ssl
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 from urllib.parse import urlsplit
 
@@ -24,16 +23,17 @@ from pdserve.errors import (
     Reason,
 )
 from pdserve.http.client import ClientConnection, ConnectionFailed, ConnectionPool, NoSocketLeft, ProtocolViolated
+from pdserve.http.server import Headers
 from pdserve.protocol.openai import JSON_HEADER, NOT_JSON
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Coroutine, Sequence
 
     from pdserve.core import EngineAddress
-    from pdserve.http.client import Sink
-    from pdserve.http.server import Headers
+    from pdserve.http.client import Piece, Sink
 
     HeaderSequence = Sequence[tuple[bytes, bytes]]
+    Body = bytes | Sequence[Piece]
 
 _Value = TypeVar("_Value")
 
@@ -47,8 +47,7 @@ MAX_WHOLE_ANSWER_BYTES = 256 * 1024 * 1024
 """A chat answer with logprobs for every token of a long context stays well below; beyond it an engine is talking nonsense."""
 
 
-@dataclass(frozen=True, slots=True)
-class Answer:
+class Answer(msgspec.Struct, frozen=True, gc=False):
     """A whole answer."""
 
     status: int
@@ -68,7 +67,10 @@ class Answer:
 
 def content_type_of(headers: Headers) -> bytes:
     """The content type among an answer's headers; JSON when there is none."""
-    return next((value for name, value in headers if name == b"content-type"), b"application/json")
+    for name, value in headers:
+        if name == b"content-type":
+            return value
+    return b"application/json"
 
 
 class EngineClient:
@@ -84,47 +86,49 @@ class EngineClient:
         """Legs under way; whoever starts and ends them counts (pdserve.engine.pool)."""
         self._loop = asyncio.get_running_loop()
         self._connect_timeout_s = connect_timeout_s
-        self._host_header = parts.netloc.encode()
         self._authorization = b""
         if access.key is not None:
             self._authorization = b"authorization: Bearer %b\r\n" % access.key.reveal().encode()
+        self._common_headers = b"host: %b\r\n%b" % (parts.netloc.encode(), self._authorization)
         tls = (access.tls or ssl.create_default_context()) if is_tls else None
         self._pool = ConnectionPool(parts.hostname, port, tls=tls)
 
-    async def get(self, path: str, *, timeout_s: float, headers: HeaderSequence = ()) -> Answer:
+    def get(self, path: str, *, timeout_s: float, headers: HeaderSequence = ()) -> Coroutine[object, None, Answer]:
         """GET a path. Raises EngineError or OutOfSockets."""
-        head = b"GET %b HTTP/1.1\r\nhost: %b\r\n%b\r\n" % (path.encode(), self._host_header, self._joined(headers))
-        return await self._whole(head, timeout_s=timeout_s)
+        head = b"GET %b HTTP/1.1\r\n%b%b\r\n" % (path.encode(), self._common_headers, self._joined(headers))
+        return self._whole(head, timeout_s=timeout_s)
 
-    async def post(
+    def post(
         self,
         path: str,
-        body: bytes,
+        body: Body,
         *,
         request_id: bytes,
         timeout_s: float,
         headers: HeaderSequence = (),
         timeout_reason: Reason = Reason.ENGINE_TIMEOUT,
         on_late: Callable[[Answer], None] | None = None,
-    ) -> Answer:
+    ) -> Coroutine[object, None, Answer]:
         """POST a JSON body and take the whole answer, whatever its status. Raises EngineError or OutOfSockets.
 
         `on_late` gets an answer that was on its way when the caller was cancelled, then or a moment later.
         """
-        request = self._request_bytes(
-            b"POST " + path.encode(), body, content_type=JSON_HEADER[1], request_id=request_id, headers=headers
-        )
-        return await self._whole(request, timeout_s=timeout_s, timeout_reason=timeout_reason, on_late=on_late)
+        request = self._request(path, body, request_id=request_id, headers=headers)
+        return self._whole(request, timeout_s=timeout_s, timeout_reason=timeout_reason, on_late=on_late)
+
+    def try_connect(self) -> ClientConnection | None:
+        """A connection for `send` or `ask` that is there already."""
+        return self._pool.try_acquire()
 
     async def connect(self) -> ClientConnection:
-        """A connection for `send`; the caller aborts it unless it is sent on. Raises EngineError or OutOfSockets."""
+        """A connection for `send` or `ask`; the caller aborts it unless it is used. Raises EngineError or OutOfSockets."""
         return self._pool.try_acquire() or await self._connect()
 
     def send(
         self,
         connection: ClientConnection,
         path: str,
-        body: bytes,
+        body: Body,
         sink: Sink,
         *,
         request_id: bytes,
@@ -133,9 +137,27 @@ class EngineClient:
         content_type: bytes = JSON_HEADER[1],
     ) -> None:
         """Send a request with a body, its answer going to the sink."""
-        line = b"%b %b" % (method, path.encode())
-        request = self._request_bytes(line, body, content_type=content_type, request_id=request_id, headers=headers)
+        request = self._request(
+            path, body, request_id=request_id, headers=headers, method=method, content_type=content_type
+        )
         connection.send(request, sink)
+
+    def ask(
+        self, connection: ClientConnection, path: str, body: Body, *, request_id: bytes, headers: HeaderSequence = ()
+    ) -> WholeAnswer:
+        """Send a JSON body now; `take` waits for the answer."""
+        answer = WholeAnswer(self._loop.create_future())
+        connection.send(self._request(path, body, request_id=request_id, headers=headers), answer)
+        return answer
+
+    async def take(
+        self, answer: WholeAnswer, connection: ClientConnection, *, timeout_s: float, timeout_reason: Reason
+    ) -> Answer:
+        """What `ask` asked for, whatever its status; given up, the engine sees its client gone. Raises EngineError."""
+        try:
+            return await self._taken(answer, connection, timeout_s, timeout_reason, None)
+        except (ConnectionFailed, ProtocolViolated) as exc:
+            raise self.error_of(exc) from exc
 
     def error_of(self, error: ConnectionFailed | ProtocolViolated) -> EngineError:
         """What a failure on the wire means for a request."""
@@ -178,50 +200,48 @@ class EngineClient:
 
     async def _whole(
         self,
-        request: bytes,
+        request: Body,
         *,
         timeout_s: float,
         timeout_reason: Reason = Reason.ENGINE_TIMEOUT,
         on_late: Callable[[Answer], None] | None = None,
     ) -> Answer:
         """An answer; a connection that the engine closed just as it was used again is replaced, once."""
-        connection = await self.connect()
-        try:
-            return await self._exchange(connection, request, timeout_s, timeout_reason, on_late)
-        except ConnectionFailed as exc:
-            if not (exc.is_unanswered and connection.was_used):
+        connection = self._pool.try_acquire() or await self._connect()
+        while True:
+            answer = WholeAnswer(self._loop.create_future())
+            connection.send(request, answer)
+            try:
+                return await self._taken(answer, connection, timeout_s, timeout_reason, on_late)
+            except ConnectionFailed as exc:
+                if not (exc.is_unanswered and connection.was_used):
+                    raise self.error_of(exc) from exc
+            except ProtocolViolated as exc:
                 raise self.error_of(exc) from exc
-        except ProtocolViolated as exc:
-            raise self.error_of(exc) from exc
-        try:
-            return await self._exchange(await self._connect(), request, timeout_s, timeout_reason, on_late)
-        except (ConnectionFailed, ProtocolViolated) as exc:
-            raise self.error_of(exc) from exc
+            connection = await self._connect()
 
-    async def _exchange(
+    async def _taken(
         self,
+        answer: WholeAnswer,
         connection: ClientConnection,
-        request: bytes,
         timeout_s: float,
         timeout_reason: Reason,
         on_late: Callable[[Answer], None] | None,
     ) -> Answer:
-        sink = _WholeAnswer(self._loop.create_future())
         # A timer of our own: asyncio.timeout asks for the running loop and task at every turn, which are system calls.
-        timer = self._loop.call_later(timeout_s, sink.expire)
+        timer = self._loop.call_later(timeout_s, answer.expire)
         try:
-            connection.send(request, sink)
-            return await sink.answer
+            return await answer.outcome
         except TimeoutError as exc:
             raise self.timeout_of("the answer", timeout_s, reason=timeout_reason) from exc
         except asyncio.CancelledError:
             if on_late is not None:
-                sink.wait_on(on_late)
+                answer.wait_on(on_late)
             raise
         finally:
             timer.cancel()
-            if not sink.is_whole:
-                self._leave(connection, is_answer_wanted=sink.on_late is not None)
+            if not answer.is_whole:
+                self._leave(connection, is_answer_wanted=answer.on_late is not None)
 
     def _leave(self, connection: ClientConnection, *, is_answer_wanted: bool) -> None:
         if is_answer_wanted and connection.try_leave():
@@ -257,34 +277,42 @@ class EngineClient:
             message = f"no TLS: {cause.reason or cause}; does it speak TLS at all? If not, write http://"
         return EngineUnreachable(message, engine=str(self.address))
 
-    def _request_bytes(
-        self, line: bytes, body: bytes, *, content_type: bytes, request_id: bytes, headers: HeaderSequence
-    ) -> bytes:
-        head = (b"%b HTTP/1.1\r\nhost: %b\r\ncontent-type: %b\r\nx-request-id: %b\r\n%bcontent-length: %d\r\n\r\n") % (
-            line,
-            self._host_header,
+    def _request(
+        self,
+        path: str,
+        body: Body,
+        *,
+        request_id: bytes,
+        headers: HeaderSequence,
+        method: bytes = b"POST",
+        content_type: bytes = JSON_HEADER[1],
+    ) -> Body:
+        num_bytes = len(body) if isinstance(body, bytes) else sum([len(piece) for piece in body])
+        head = b"%b %b HTTP/1.1\r\n%bcontent-type: %b\r\nx-request-id: %b\r\n%bcontent-length: %d\r\n\r\n" % (
+            method,
+            path.encode(),
+            self._common_headers,
             content_type,
             request_id,
-            self._joined(headers),
-            len(body),
+            self._joined(headers) if headers else b"",
+            num_bytes,
         )
-        return head + body
+        return head + body if isinstance(body, bytes) else [head, *body]
 
     def _joined(self, headers: HeaderSequence) -> bytes:
-        """As lines, with the engine's key in place of anybody else's."""
-        if not self._authorization:
-            return b"".join(b"%b: %b\r\n" % header for header in headers)
-        others = (b"%b: %b\r\n" % header for header in headers if header[0] != b"authorization")
-        return b"".join((self._authorization, *others))
+        """As lines. The engine's key, if there is one, stands in place of anybody else's."""
+        if self._authorization:
+            headers = [header for header in headers if header[0] != b"authorization"]
+        return b"".join([b"%b: %b\r\n" % header for header in headers])
 
 
-class _WholeAnswer:
-    """A sink that waits for all of it."""
+class WholeAnswer:
+    """A sink that waits for all of it; `outcome` raises ConnectionFailed, ProtocolViolated or TimeoutError."""
 
-    __slots__ = ("_headers", "_num_bytes", "_pieces", "_status", "answer", "is_whole", "on_late")
+    __slots__ = ("_headers", "_num_bytes", "_pieces", "_status", "is_whole", "on_late", "outcome")
 
-    def __init__(self, answer: asyncio.Future[Answer]) -> None:
-        self.answer = answer
+    def __init__(self, outcome: asyncio.Future[Answer]) -> None:
+        self.outcome = outcome
         self.is_whole = False
         self.on_late: Callable[[Answer], None] | None = None
         self._status = 0
@@ -306,23 +334,24 @@ class _WholeAnswer:
     def on_end(self) -> None:
         self.is_whole = True
         if self.on_late is not None:
-            self.on_late(self.whole())
-        elif not self.answer.done():
-            self.answer.set_result(self.whole())
+            self.on_late(self._whole())
+        elif not self.outcome.done():
+            self.outcome.set_result(self._whole())
 
     def wait_on(self, on_late: Callable[[Answer], None]) -> None:
         """Nobody awaits the answer any more; `on_late` gets it, if it comes."""
         if self.is_whole:
-            on_late(self.whole())
+            on_late(self._whole())
         else:
             self.on_late = on_late
 
-    def whole(self) -> Answer:
-        return Answer(self._status, self._headers, b"".join(self._pieces))
-
     def on_failure(self, error: ConnectionFailed | ProtocolViolated | TimeoutError) -> None:
-        if not self.answer.done():
-            self.answer.set_exception(error)
+        if not self.outcome.done():
+            self.outcome.set_exception(error)
 
     def expire(self) -> None:
+        """It took too long."""
         self.on_failure(TimeoutError())
+
+    def _whole(self) -> Answer:
+        return Answer(self._status, self._headers, b"".join(self._pieces))

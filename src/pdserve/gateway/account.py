@@ -5,6 +5,7 @@ Knows no engines and no wire form; the exchange says what happened.
 
 from __future__ import annotations
 
+import time
 from typing import TYPE_CHECKING
 
 from pdserve.core import Evidence, PrefillPlace, RemotePrefill
@@ -61,24 +62,26 @@ class Account:
     def headers(self) -> Headers:
         """pdserve's own, as far as it is known when the answer starts."""
         phases = self.phases
-        timed = (
-            ("queue", phases.queue_s),
-            ("prefill", phases.prefill_s),
-            ("handoff", phases.handoff_s),
-            ("first-token", phases.first_token_s),
-            ("decode", phases.decode_s),
-        )
-        timing = ", ".join(f"{name};dur={seconds * 1e3:.2f}" for name, seconds in timed if seconds is not None)
+        timing = b"queue;dur=%.2f" % ((phases.queue_s or 0.0) * 1e3)
+        if phases.prefill_s is not None:
+            timing += b", prefill;dur=%.2f" % (phases.prefill_s * 1e3)
+        if phases.handoff_s is not None:
+            timing += b", handoff;dur=%.2f" % (phases.handoff_s * 1e3)
+        if phases.first_token_s is not None:
+            timing += b", first-token;dur=%.2f" % (phases.first_token_s * 1e3)
+        if phases.decode_s is not None:
+            timing += b", decode;dur=%.2f" % (phases.decode_s * 1e3)
         return [
             (b"x-pdserve-request-id", self._call.request_id.encode()),
             (b"x-pdserve-prefill", self.evidence.place.encode()),
-            (b"server-timing", timing.encode()),
+            (b"server-timing", timing),
         ]
 
     def record(self, decision: Decision | None, handoff: Handoff | None, *, num_failed_legs: int) -> RequestRecord:
         """What the journal keeps."""
         call, evidence = self._call, self.evidence
         return RequestRecord(
+            ended_at=time.time(),
             request_id=call.request_id,
             path=str(call.api),
             key_name=call.key_name,

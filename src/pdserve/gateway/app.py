@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 from typing import TYPE_CHECKING
 
@@ -75,16 +76,19 @@ class Router:
         return _error_headers(error), openai.error_body(error)
 
     def _find(self, request: Request) -> Handler:
-        path = request.path.rstrip(b"/") or b"/"
-        found = next((found for name in _names_of(path) if (found := self._handlers.get(name))), None)
-        if found is None:
-            shown = request.path.decode("latin-1")
-            raise InvalidRequest(f"nothing is served at {shown}", status=404, reason=Reason.NOT_FOUND)
+        found = self._handlers.get(request.path) or self._find_by_pattern(request.path)
         method, handler = found
         if request.method != method and not (request.method == b"HEAD" and method == b"GET"):
             allowed = ["GET", "HEAD"] if method == b"GET" else [method.decode()]
             raise MethodNotAllowed(f"this path takes {method.decode()}", allowed=allowed)
         return handler
+
+    def _find_by_pattern(self, path: bytes) -> tuple[bytes, Handler]:
+        for name in _names_of(path.rstrip(b"/") or b"/"):
+            found = self._handlers.get(name)
+            if found is not None:
+                return found
+        raise InvalidRequest(f"nothing is served at {path.decode('latin-1')}", status=404, reason=Reason.NOT_FOUND)
 
 
 def _names_of(path: bytes) -> Iterator[bytes]:
@@ -135,7 +139,7 @@ class ClientApp:
     def router(self, *, guard: Callable[[Request], None] = lambda _: None) -> Router:
         """All paths of the client's side."""
         return Router(
-            {path: (b"POST", self._split(api)) for path, api in openai.ROUTED_APIS.items()}
+            {path: (b"POST", functools.partial(self._proxy.serve, api)) for path, api in openai.ROUTED_APIS.items()}
             | Passthrough(self._proxy).handlers()
             | {
                 b"/health": (b"GET", self.health),
@@ -143,12 +147,6 @@ class ClientApp:
             },
             guard=guard,
         )
-
-    def _split(self, api: openai.Api) -> Handler:
-        async def handler(request: Request, response: Response) -> None:
-            await self._proxy.serve(api, request, response)
-
-        return handler
 
     async def health(self, _request: Request, response: Response) -> None:
         """200 once a decode engine takes traffic; `split` says whether KV is known to move."""

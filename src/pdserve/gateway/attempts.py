@@ -5,8 +5,9 @@ Pure: values in, decisions out. Knows neither sockets nor the wire.
 
 from __future__ import annotations
 
-import dataclasses
 from typing import TYPE_CHECKING
+
+import msgspec
 
 from pdserve.core import Role
 
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 
 _RESERVE = 10.0
 """Retries that are always to be had again after a while: a share of few requests would be none at all."""
+_NONE: frozenset[EngineName] = frozenset()
 
 
 class RetryBudget:
@@ -50,9 +52,9 @@ class Attempts:
     def __init__(self, config: RetriesConfig, budget: RetryBudget) -> None:
         self._config = config
         self._budget = budget
-        self._prefills: set[EngineName] = set()
-        self._decodes: set[EngineName] = set()
-        self._pairs: set[tuple[EngineName, EngineName]] = set()
+        self._prefills: frozenset[EngineName] = _NONE
+        self._decodes: frozenset[EngineName] = _NONE
+        self._pairs: tuple[tuple[EngineName, EngineName], ...] = ()
         self.num_prefill = 0
         """P legs that failed or came to nothing."""
         self.num_decode = 0
@@ -69,7 +71,7 @@ class Attempts:
     def prefill_failed(self, name: EngineName) -> None:
         """A P gave no handoff that could be used."""
         self.num_prefill += 1
-        self._prefills.add(name)
+        self._prefills |= {name}
 
     def handoff_expired(self) -> None:
         """A handoff grew too old in our hands, which is not P's fault."""
@@ -78,13 +80,13 @@ class Attempts:
     def decode_failed(self, name: EngineName, *, prefill: EngineName | None) -> None:
         """A D failed, with a handoff from `prefill` or alone."""
         self.num_decode += 1
-        self._decodes.add(name)
+        self._decodes |= {name}
         if prefill is not None:
-            self._pairs.add((prefill, name))
+            self._pairs += ((prefill, name),)
 
     def decode_unreachable(self, name: EngineName) -> None:
         """A D could not be connected to; nothing was sent."""
-        self._decodes.add(name)
+        self._decodes |= {name}
 
     def narrowed(self, engines: Sequence[EngineSnapshot]) -> Sequence[EngineSnapshot]:
         """What is left to choose from. A D that failed comes last: alone, and only while it is healthy."""
@@ -104,4 +106,4 @@ class Attempts:
 
     def _without_failed_pairs(self, engine: EngineSnapshot) -> EngineSnapshot:
         failed = {decode for prefill, decode in self._pairs if prefill == engine.address.name}
-        return dataclasses.replace(engine, partners=engine.partners - failed) if failed else engine
+        return msgspec.structs.replace(engine, partners=engine.partners - failed) if failed else engine

@@ -10,7 +10,7 @@ import hmac
 import logging
 import re
 import secrets
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -47,12 +47,6 @@ class NamedKey:
     key: Secret
 
 
-@dataclass(frozen=True, slots=True)
-class _Known:
-    name: str
-    digest: bytes = field(repr=False)
-
-
 class ClientKeys:
     """The keys that clients may show; none at all lets everybody in. `reload` reads them again."""
 
@@ -67,14 +61,15 @@ class ClientKeys:
         return bool(self._known)
 
     def name_of(self, shown: Iterable[bytes]) -> str | None:
-        """The name of the first shown key that is known. How long it takes tells nothing of any key."""
-        found: str | None = None
+        """The name of the first shown key that is known.
+
+        How long it takes tells nothing of any key: what is looked up is a digest that nobody without the pepper can foresee.
+        """
         for key in shown:
-            digest = self._digest(key)
-            for known in self._known:
-                if hmac.compare_digest(digest, known.digest) and found is None:
-                    found = known.name
-        return found
+            name = self._known.get(self._digest(key))
+            if name is not None:
+                return name
+        return None
 
     def reload(self) -> None:
         """Read the file again; one that is not right changes nothing, since a gateway without keys would be open."""
@@ -87,13 +82,13 @@ class ClientKeys:
             _logger.error("the API keys stay as they are: there is none any more, which would let everybody in")
             return
         self._known = known
-        _logger.info("API keys read again: %s", ", ".join(sorted({entry.name for entry in known})) or "none")
+        _logger.info("API keys read again: %s", ", ".join(sorted(set(known.values()))) or "none")
 
-    def _digested(self, keys: Iterable[NamedKey]) -> tuple[_Known, ...]:
-        return tuple(_Known(entry.name, self._digest(entry.key.reveal().encode())) for entry in keys)
+    def _digested(self, keys: Iterable[NamedKey]) -> dict[bytes, str]:
+        """Names by their keys' digests."""
+        return {self._digest(entry.key.reveal().encode()): entry.name for entry in keys}
 
     def _digest(self, key: bytes) -> bytes:
-        """Of equal length for every key, which is what `compare_digest` needs to take equally long."""
         return hmac.digest(self._pepper, key, hashlib.sha256)
 
 
@@ -122,7 +117,10 @@ class Credentials:
         """
         if self.clients.are_needed or self.engines.key is not None:
             return []
-        return [header for header in headers if header[0] == b"authorization"][:1]
+        for header in headers:
+            if header[0] == b"authorization":
+                return [header]
+        return []
 
 
 def refuse_browsers(request: Request) -> None:

@@ -5,19 +5,21 @@ A client's request is one call, or several when it asks for many choices. Knows 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
+
+import msgspec
+
+from pdserve.core import EngineName, RequestFacts
+from pdserve.http.server import Headers
+from pdserve.protocol.openai import Api, Fields
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from pdserve.core import EngineName, RequestFacts
-    from pdserve.http.server import Headers, PausableSource
-    from pdserve.protocol.openai import Api, Fields
+    from pdserve.http.server import PausableSource
 
 
-@dataclass(frozen=True, slots=True)
-class Call:
+class Call(msgspec.Struct, frozen=True, gc=False):
     """One prompt with one choice: what goes through the eight steps."""
 
     api: Api

@@ -9,16 +9,13 @@ from typing import TYPE_CHECKING
 
 from pdserve.errors import EngineError, EngineProtocolError, Reason
 from pdserve.protocol import nixl
-from pdserve.protocol.api import ANSWER_FIELD
-from pdserve.protocol.fields import try_split
 
 if TYPE_CHECKING:
     from pdserve.config import TimeoutsConfig
     from pdserve.core import EngineAddress
     from pdserve.engine.pool import EnginePool
-    from pdserve.protocol.api import Api
     from pdserve.protocol.nixl import Handoff
-    from pdserve.protocol.usage import Usage
+    from pdserve.protocol.usage import Usage, UsageWatch
 
 WRONG_TEXT = frozenset({Reason.WRONG_CONTEXT, Reason.STALE_HANDOFF})
 """D may have continued another request's context, and its prefix cache holds that KV under this prompt's name."""
@@ -74,9 +71,9 @@ def stale_read(decode: EngineAddress) -> EngineError:
     )
 
 
-def not_an_answer(api: Api, body: bytes, decode: EngineAddress) -> EngineError | None:
+def no_answer(watch: UsageWatch, body: bytes, decode: EngineAddress) -> EngineError | None:
     """A 200 with something else is an engine, or something before it, talking nonsense. What it said is not repeated."""
-    if ANSWER_FIELD[api] in (try_split(body) or ()):
+    if watch.has_answer:
         return None
     message = f"answered 200 with {len(body)} bytes that are no answer"
     return EngineProtocolError(message, engine=str(decode))

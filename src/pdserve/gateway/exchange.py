@@ -7,7 +7,6 @@ takes it is the policy's, whether to try again is attempts.py's.
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 from typing import TYPE_CHECKING
 
@@ -26,7 +25,7 @@ from pdserve.errors import (
 )
 from pdserve.gateway.account import NOTHING_KNOWN, Account
 from pdserve.gateway.attempts import Attempts
-from pdserve.gateway.checks import EXPIRED, WRONG_TEXT, not_an_answer, refusal_of, stale_read, wrong_context
+from pdserve.gateway.checks import EXPIRED, WRONG_TEXT, no_answer, refusal_of, stale_read, wrong_context
 from pdserve.gateway.relay import Relay
 from pdserve.protocol import nixl, openai
 from pdserve.protocol.handoff import Event, RequestLife, State
@@ -38,7 +37,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from pdserve.core import Decision, EngineAddress, EngineName, EngineSnapshot
-    from pdserve.engine.transport import Answer, EngineClient
+    from pdserve.engine.transport import Answer, Body, EngineClient
     from pdserve.gateway.call import Call, Reply
     from pdserve.gateway.lease import Lease
     from pdserve.gateway.proxy import Proxy
@@ -74,7 +73,8 @@ class Exchange:
         self._last_error: EngineError | None = None
         self._account = Account(call, clock=proxy.clock)
         self._watch: UsageWatch | None = None
-        self._relay: Relay | None = None
+        self._connection: ClientConnection | None = None
+        """To D, in this attempt."""
         self._lease: Lease | None = None
         """Of the handoff in hand, until D has answered."""
 
@@ -125,7 +125,7 @@ class Exchange:
         """Whether there is a handoff in hand now. Raises RequestError when there is no point in going on."""
         account = self._account
         account.evidence = NOTHING_KNOWN
-        leg = openai.join(nixl.prefill_fields(self._call.api, self._call.fields))
+        leg = openai.join_pieces(nixl.prefill_fields(self._call.api, self._call.fields))
         self._life.apply(Event.PREFILL_SENT)
         try:
             answer = await self._ask_prefill(prefill, leg)
@@ -148,7 +148,7 @@ class Exchange:
         self._proxy.pool.report_success(prefill.name)
         return True
 
-    async def _ask_prefill(self, prefill: EngineAddress, leg: bytes) -> Answer:
+    async def _ask_prefill(self, prefill: EngineAddress, leg: Body) -> Answer:
         timeout_s = self._bounded(self._proxy.timeouts.prefill)
         try:
             with self._proxy.pool.leg(prefill.name) as client:
@@ -197,7 +197,7 @@ class Exchange:
             decode = self._decision.decode
             client = pool.client(decode.name)
             try:
-                return client, await client.connect()
+                return client, client.try_connect() or await client.connect()
             except EngineError as exc:
                 pool.report_unreachable(decode.name, may_be_another=isinstance(exc, EngineUnreachable))
                 self._attempts.decode_unreachable(decode.name)
@@ -215,10 +215,11 @@ class Exchange:
         except NoEligibleEngine:
             raise error from None
         self._proxy.tally.count(RETRIES, "decode", error.reason)
-        if isinstance(self._decision, RemotePrefill) and isinstance(decision, DecodeAlone):
-            # The handoff's check will say what is wrong.
-            decision = RemotePrefill(self._decision.prefill, decision.decode)
-        self._decision = dataclasses.replace(self._decision, decode=decision.decode)
+        if isinstance(self._decision, RemotePrefill):
+            # Where this pair is not proven, the handoff's check will say so.
+            self._decision = RemotePrefill(self._decision.prefill, decision.decode)
+        else:
+            self._decision = DecodeAlone(decision.decode, self._decision.reason)
 
     def _accept_handoff(self, decode: EngineAddress) -> bool:
         """Whether what is in hand may go to D. From here to the sending nothing is waited for."""
@@ -253,54 +254,96 @@ class Exchange:
         if not self._accept_handoff(client.address):
             connection.abort()
             return False
-        watch, relay = self._start_relay(client, connection)
+        self._connection = connection
         body = b""
         try:
             with self._proxy.pool.leg(client.address.name):
-                self._send_decode(client, connection, relay)
-                answer = await self._outcome(client, relay)
+                answer = await (self._stream if self._call.facts.is_stream else self._ask_decode)(client, connection)
             if answer is not None:
-                body = await self._checked(client, watch, answer)
+                body = await self._checked(client, answer)
         except EngineError as exc:
             if not self._may_decode_again(exc):
                 raise
             return False
-        finally:
-            relay.close()
         self._proxy.pool.report_success(client.address.name, prefill=self._prefill_name())
         if answer is None:
-            self._finish_stream(watch)
+            self._finish_stream()
         else:
-            self._finish_whole(watch, answer, body)
+            self._finish_whole(answer, body)
         return True
 
-    def _start_relay(self, client: EngineClient, connection: ClientConnection) -> tuple[UsageWatch, Relay]:
-        handoff, timeouts, call = self._handoff, self._proxy.timeouts, self._call
+    async def _ask_decode(self, client: EngineClient, connection: ClientConnection) -> Answer:
+        """The whole answer, a 200. Raises EngineError or DeadlinePassed."""
+        call, timeout_s = self._call, self._proxy.timeouts.whole_answer
+        self._watch_usage()
+        asked = client.ask(
+            connection,
+            call.api,
+            self._decode_leg(client),
+            request_id=call.request_id.encode(),
+            headers=call.engine_headers,
+        )
+        self._decode_sent()
+        try:
+            try:
+                answer = await client.take(
+                    asked,
+                    connection,
+                    timeout_s=min(timeout_s, self._deadline_s - self._account.mark_s),
+                    timeout_reason=Reason.FIRST_BYTE_TIMEOUT,
+                )
+            except EngineTimeout:
+                self._bounded(timeout_s)  # The whole request's time may have run out with it.
+                raise
+        except (EngineError, DeadlinePassed) as exc:
+            self._decode_failed(client, exc)
+            raise
+        return self._answered_ok(client, answer)
+
+    async def _stream(self, client: EngineClient, connection: ClientConnection) -> Answer | None:
+        """None when it went to the client to its end, or what D answered whole, a 200.
+
+        Raises EngineError, ClientStalled or DeadlinePassed.
+        """
+        call, timeouts = self._call, self._proxy.timeouts
+        relay = Relay(
+            self._reply,
+            client,
+            self._watch_usage(),
+            connection,
+            self,
+            api=call.api,
+            loop=self._proxy.loop,
+            first_byte_timeout_s=timeouts.first_byte,
+            silence_timeout_s=timeouts.silence,
+            total_timeout_s=self._deadline_s - self._proxy.clock(),
+            total_s=timeouts.total,
+        )
+        try:
+            leg, request_id = self._decode_leg(client), call.request_id.encode()
+            client.send(connection, call.api, leg, relay, request_id=request_id, headers=call.engine_headers)
+            self._decode_sent()
+            try:
+                answer = await relay.outcome
+            except (EngineError, ClientStalled, DeadlinePassed) as exc:
+                self._decode_failed(client, exc)
+                raise
+        finally:
+            relay.close()
+        return None if answer is None else self._answered_ok(client, answer)
+
+    def _watch_usage(self) -> UsageWatch:
+        handoff, call = self._handoff, self._call
         # Without a handoff there is nothing to prove: D's usage is the client's, if it asked for any.
         watch = self._watch = UsageWatch(
             call.api,
             prefill_details=handoff.prompt_details if handoff is not None else None,
             client_wants_usage=handoff is None or openai.wants_stream_usage(call.api, call.fields),
         )
-        relay = self._relay = Relay(
-            self._reply,
-            client,
-            watch,
-            connection,
-            api=call.api,
-            loop=self._proxy.loop,
-            client_headers=self._stream_starts,
-            check_usage=lambda: wrong_context(self._handoff, watch.usage, client.address),
-            check_lease=lambda: self._lease_check(client),
-            first_byte_timeout_s=timeouts.first_byte if call.facts.is_stream else timeouts.whole_answer,
-            silence_timeout_s=timeouts.silence,
-            total_timeout_s=self._deadline_s - self._proxy.clock(),
-            total_s=timeouts.total,
-        )
-        return watch, relay
+        return watch
 
-    def _send_decode(self, client: EngineClient, connection: ClientConnection, relay: Relay) -> None:
-        call, fields, account = self._call, self._call.fields, self._account
+    def _decode_leg(self, client: EngineClient) -> Body:
+        call, fields = self._call, self._call.fields
         salt = self._proxy.pool.cache_salt(client.address.name)
         if salt is not None:
             fields = openai.with_cache_salt(fields, salt)
@@ -308,46 +351,60 @@ class Exchange:
             fields = nixl.decode_fields(fields, self._handoff)
             if call.facts.is_stream:
                 fields = openai.with_stream_usage(call.api, fields)
-        body, request_id = openai.join(fields), call.request_id.encode()
-        client.send(connection, call.api, body, relay, request_id=request_id, headers=call.engine_headers)
-        account.phases.handoff_s = (account.phases.handoff_s or 0.0) + account.lap()
+        return openai.join_pieces(fields)
+
+    def _decode_sent(self) -> None:
+        phases = self._account.phases
+        phases.handoff_s = (phases.handoff_s or 0.0) + self._account.lap()
         self._apply(Event.DECODE_SENT)
 
-    async def _outcome(self, client: EngineClient, relay: Relay) -> Answer | None:
-        try:
-            answer = await relay.outcome
-        except (EngineError, ClientStalled, DeadlinePassed) as exc:
-            self._decode_failed(client, exc)
-            raise
-        if answer is not None and answer.status != _OK:
-            error = _engine_status(client, answer)
-            self._decode_failed(client, error)
-            raise error
-        return answer
+    def _answered_ok(self, client: EngineClient, answer: Answer) -> Answer:
+        if answer.status == _OK:
+            return answer
+        error = _engine_status(client, answer)
+        self._decode_failed(client, error)
+        raise error
 
-    async def _checked(self, client: EngineClient, watch: UsageWatch, answer: Answer) -> bytes:
+    async def _checked(self, client: EngineClient, answer: Answer) -> bytes:
         """A whole answer for the client. Raises EngineError for one that is none, or stands on a wrong context."""
-        body = watch.edit_answer(answer.body)
+        assert self._watch is not None
+        body = self._watch.edit_answer(answer.body)
         engine = client.address
-        error = wrong_context(self._handoff, watch.usage, engine) or not_an_answer(self._call.api, body, engine)
-        if error is None and (check := self._lease_check(client)) is not None:
+        error = self.wrong_usage() or no_answer(self._watch, body, engine)
+        if error is None and (check := self.lease_check()) is not None:
             error = await check
         if error is None:
             return body
         self._decode_failed(client, error)
         raise error
 
-    def _lease_check(self, client: EngineClient) -> asyncio.Task[EngineError | None] | None:
+    # What the relay asks
+
+    def wrong_usage(self) -> EngineError | None:
+        """Whether what D has counted so far speaks against its answer."""
+        assert self._watch is not None
+        assert self._decision is not None
+        return wrong_context(self._handoff, self._watch.usage, self._decision.decode)
+
+    def lease_check(self) -> asyncio.Task[EngineError | None] | None:
         """What must be known before D's answer may go to the client; None: nothing."""
         lease = self._lease
         if lease is None or self._proxy.clock() < lease.sure_until_s:
             return None
-        return self._proxy.loop.create_task(self._stale_read(client, lease))
+        return self._proxy.loop.create_task(self._stale_read(lease))
 
-    async def _stale_read(self, client: EngineClient, lease: Lease) -> EngineError | None:
-        prefill = self._prefill_name()
-        assert prefill is not None
-        return None if await self._proxy.leases[prefill].is_kept(lease) else stale_read(client.address)
+    async def _stale_read(self, lease: Lease) -> EngineError | None:
+        decision = self._decision
+        assert isinstance(decision, RemotePrefill)
+        is_kept = await self._proxy.leases[decision.prefill.name].is_kept(lease)
+        return None if is_kept else stale_read(decision.decode)
+
+    def stream_starts(self) -> Headers:
+        """The status stands from now on."""
+        self._account.phases.first_token_s = self._account.lap()
+        return self._answered()
+
+    # When D failed
 
     def _decode_failed(self, client: EngineClient, error: EngineError | ClientStalled | DeadlinePassed) -> None:
         """Book it: in the table, and against whoever may be at fault."""
@@ -403,10 +460,6 @@ class Exchange:
         is_same = self._decision is not None and decision.decode == self._decision.decode
         return not is_same or not (isinstance(error, EngineStatus) and error.status in _BUSY_STATUSES)
 
-    def _stream_starts(self) -> Headers:
-        self._account.phases.first_token_s = self._account.lap()
-        return self._answered()
-
     def _answered(self) -> Headers:
         """From now on the status stands. Gives pdserve's own headers."""
         self._apply(Event.DECODE_ANSWERED)
@@ -415,20 +468,21 @@ class Exchange:
 
     # Step 8
 
-    def _finish_stream(self, watch: UsageWatch) -> None:
+    def _finish_stream(self) -> None:
         self._account.phases.stream_s = self._account.lap()
-        self._book(watch)
+        self._book()
         self._reply.end()
         self._life.apply(Event.FINISHED)
 
-    def _finish_whole(self, watch: UsageWatch, answer: Answer, body: bytes) -> None:
+    def _finish_whole(self, answer: Answer, body: bytes) -> None:
         self._account.phases.decode_s = self._account.lap()
-        self._book(watch)
+        self._book()
         self._reply.send(_OK, [(b"content-type", answer.content_type), *self._answered()], body)
         self._life.apply(Event.FINISHED)
 
-    def _book(self, watch: UsageWatch) -> None:
-        self._account.book(watch.usage, was_handed=self._handoff is not None)
+    def _book(self) -> None:
+        assert self._watch is not None
+        self._account.book(self._watch.usage, was_handed=self._handoff is not None)
         if self._handoff is not None and self._account.evidence.place is PrefillPlace.LOCAL:
             _logger.warning("%s: %s", self._call.request_id, self._account.evidence.cause)
 
@@ -443,8 +497,8 @@ class Exchange:
         if error is None and event is Event.FAILED:
             self._account.reason = Reason.INTERNAL
         if self._life.state is State.DECODING and self._watch is not None and self._watch.usage is not None:
-            self._book(self._watch)
-        if self._life.state is State.HANDED and self._relay is not None and self._relay.was_unsent:
+            self._book()
+        if self._life.state is State.HANDED and self._connection is not None and self._connection.was_unsent:
             self._apply(Event.DECODE_LOST)
         self._apply(event)
 

@@ -7,8 +7,9 @@ engines and no sockets.
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 from typing import TYPE_CHECKING
+
+import msgspec
 
 from pdserve.core import WEAKEST_FIRST
 from pdserve.engine.transport import MAX_WHOLE_ANSWER_BYTES
@@ -134,7 +135,7 @@ class _Fanout:
     async def _run_part(self, index: int, fields: Fields) -> None:
         task = asyncio.current_task()
         assert task is not None
-        call = dataclasses.replace(
+        call = msgspec.structs.replace(
             self._call,
             fields=fields,
             facts=facts_of(self._call.api, fields),

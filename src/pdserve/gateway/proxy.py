@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from pdserve.config import Config
-    from pdserve.core import EngineName, RequestFacts
+    from pdserve.core import EngineName
     from pdserve.engine.pool import EnginePool
     from pdserve.gateway.auth import Credentials
     from pdserve.gateway.call import Reply
@@ -140,8 +140,12 @@ class Proxy:
         facts = openai.facts_of(api, fields)
         headers = self.engine_headers(request)
         weight = min(len(parts.requests), MAX_PARTS_AT_ONCE) if parts is not None else 1
-        await self.admission.enter(priority=facts.priority, weight=weight)
+        if not self.admission.try_enter(weight):
+            await self.admission.enter(priority=facts.priority, weight=weight)
         try:
+            decode: EngineName | None = None
+            if facts.alone_reason is AloneReason.PREVIOUS_RESPONSE:
+                decode = await self._find_decode(fields, headers)
             call = Call(
                 api,
                 fields,
@@ -150,7 +154,7 @@ class Proxy:
                 request.received_at_s,
                 headers,
                 key_name=request.key_name,
-                decode=await self._find_decode(facts, fields, headers),
+                decode=decode,
             )
             if parts is None:
                 await self.answer(call, response)
@@ -169,10 +173,8 @@ class Proxy:
         finally:
             self.journal.add_parts(call, error)
 
-    async def _find_decode(self, facts: RequestFacts, fields: Fields, headers: Headers) -> EngineName | None:
+    async def _find_decode(self, fields: Fields, headers: Headers) -> EngineName | None:
         """The D that a request must go to because it remembers the conversation; None: any."""
-        if facts.alone_reason is not AloneReason.PREVIOUS_RESPONSE:
-            return None
         if len([name for name in self.pool.names() if self.pool.client(name).address.role is Role.DECODE]) == 1:
             return None
         response_id = openai.previous_response_id(fields)

@@ -6,7 +6,7 @@ everything can still be tried otherwise. A stream's pieces are not parsed; only 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from pdserve.engine.transport import MAX_WHOLE_ANSWER_BYTES, Answer, content_type_of
 from pdserve.errors import ClientStalled, DeadlinePassed, EngineError, EngineProtocolError, EngineStatus, Reason
@@ -17,7 +17,6 @@ from pdserve.protocol.sse import EventRelay, EventTooLong, is_sound, look_sound,
 
 if TYPE_CHECKING:
     import asyncio
-    from collections.abc import Callable
 
     from pdserve.engine.transport import EngineClient
     from pdserve.gateway.call import Reply
@@ -32,12 +31,50 @@ _MAX_HELD_BYTES = 1024 * 1024
 """Of events that carry nothing of the answer yet. The Responses API's first ones repeat the request's tools."""
 
 
+class Exam(Protocol):
+    """What the relay asks before and while an answer goes out."""
+
+    def stream_starts(self) -> Headers:
+        """The status stands from now on; gives headers of its own for the client."""
+
+    def wrong_usage(self) -> EngineError | None:
+        """Whether what D has counted so far speaks against its answer."""
+
+    def lease_check(self) -> asyncio.Task[EngineError | None] | None:
+        """What is still to be found out before a stream's first byte may go; None: nothing."""
+
+
 class Relay:
-    """A sink for the D leg.
+    """A sink for the D leg of a stream.
 
     `outcome` is a whole Answer, or None when it was streamed to its end; or it raises EngineError, ClientStalled or
     DeadlinePassed.
     """
+
+    __slots__ = (
+        "_api",
+        "_check",
+        "_connection",
+        "_early",
+        "_engine",
+        "_error_marks",
+        "_events",
+        "_exam",
+        "_has_ended_early",
+        "_headers",
+        "_held",
+        "_is_cut",
+        "_is_plain",
+        "_loop",
+        "_patience",
+        "_reply",
+        "_status",
+        "_tail",
+        "_watch",
+        "_whole",
+        "_whole_bytes",
+        "outcome",
+    )
 
     def __init__(
         self,
@@ -45,12 +82,10 @@ class Relay:
         engine: EngineClient,
         watch: UsageWatch,
         connection: ClientConnection,
+        exam: Exam,
         *,
         api: Api,
         loop: asyncio.AbstractEventLoop,
-        client_headers: Callable[[], Headers],
-        check_usage: Callable[[], EngineError | None],
-        check_lease: Callable[[], asyncio.Task[EngineError | None] | None],
         first_byte_timeout_s: float,
         silence_timeout_s: float,
         total_timeout_s: float,
@@ -61,12 +96,8 @@ class Relay:
         self._reply = reply
         self._api = api
         self._engine = engine
-        self._client_headers = client_headers
         self._watch = watch
-        self._check_usage = check_usage
-        """Whether what D has counted so far speaks against its answer."""
-        self._check_lease = check_lease
-        """What is still to be found out before a stream's first byte may go; None: nothing."""
+        self._exam = exam
         self._check: asyncio.Task[EngineError | None] | None = None
         self._early: list[bytes] = []
         """What came of the stream while that was found out."""
@@ -78,6 +109,8 @@ class Relay:
         self._headers: Headers = []
         self._whole: list[bytes] | None = None
         self._whole_bytes = 0
+        self._is_plain = False
+        """Whether events go out now, and nothing is held, waited for or collected."""
         self._connection: ClientConnection | None = connection
         """What feeds this sink, to be paused while the client reads too slowly; None once the answer is whole."""
         self._held = b""
@@ -94,9 +127,7 @@ class Relay:
             total_timeout_s=total_timeout_s,
             total_s=total_s,
         )
-        self.was_unsent = False
-        """Whether the D leg was given up before all of it had left, so that D never had it."""
-        self.outcome: asyncio.Future[Answer | None] = self._loop.create_future()
+        self.outcome: asyncio.Future[Answer | None] = loop.create_future()
 
     def close(self) -> None:
         """Stop whatever is still going on; the engine sees its client gone unless the answer was whole."""
@@ -106,7 +137,6 @@ class Relay:
         if not self.outcome.done():
             self.outcome.cancel()
         if self._connection is not None:
-            self.was_unsent = self._connection.has_unsent
             self._connection.abort()
 
     # The engine's side
@@ -118,7 +148,21 @@ class Relay:
         self._whole = None if is_stream else []
 
     def on_body(self, data: bytes) -> None:
+        """Nearly every piece is one event or a few with nothing in them that is anybody's here: those go straight out."""
         self._patience.last_piece_s = self._loop.time()
+        if self._is_plain and self._events.is_plain(data) and not self._tells_error(data):
+            self._tail = data
+            self._reply.write(data)
+        else:
+            self._look_into(data)
+
+    def _tells_error(self, events: bytes) -> bool:
+        for mark in self._error_marks:  # noqa: SIM110 - making a generator takes longer than the search
+            if mark in events:
+                return True
+        return False
+
+    def _look_into(self, data: bytes) -> None:
         if self._whole is not None:
             self._collect(data)
             return
@@ -136,10 +180,8 @@ class Relay:
             return
         if not self._patience.has_begun:
             events = self._begin(events)
-        else:
-            for mark in self._error_marks:
-                if mark in events:
-                    events = self._until_error(events)
+        elif self._tells_error(events):
+            events = self._until_error(events)
         if events:
             self._tail = events
             self._reply.write(events)
@@ -197,7 +239,7 @@ class Relay:
     def _edit(self, event: bytes) -> bytes:
         """An event with usage, for the client; with the wrong usage it is the end."""
         edited = self._watch.edit_event(event)
-        error = self._check_usage()
+        error = self._exam.wrong_usage()
         if error is not None:
             self._cut(error)
             return b""
@@ -206,6 +248,7 @@ class Relay:
     def _cut(self, error: EngineError) -> None:
         """Nothing more goes to the client, not even what came in the same piece, such as [DONE]."""
         self._is_cut = True
+        self._is_plain = False
         self._whole = []
         self._fail(error)
 
@@ -224,7 +267,7 @@ class Relay:
             self._held += event
         if not has_content:
             return b""
-        check = self._check_lease()
+        check = self._exam.lease_check()
         if check is None:
             return self._start()
         self._wait_for(check)
@@ -234,7 +277,8 @@ class Relay:
         """Send the head; gives what was held back."""
         self._patience.begin()
         headers = [(b"content-type", content_type_of(self._headers)), (b"cache-control", b"no-cache")]
-        self._reply.start(_OK, headers + self._client_headers(), source=self)
+        self._reply.start(_OK, headers + self._exam.stream_starts(), source=self)
+        self._is_plain = True
         held, self._held = self._held, b""
         return held
 

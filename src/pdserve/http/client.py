@@ -21,9 +21,11 @@ import httptools
 from pdserve.http.head import MAX_HEADER_BYTES, MAX_HEADERS
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from pdserve.http.server import Headers
+
+    Piece = bytes | memoryview
 
 MAX_IDLE_S = 4.0
 """vLLM's server closes a connection that was idle for 5 s (VLLM_HTTP_TIMEOUT_KEEP_ALIVE, vllm/envs.py in 0.32). One that is
@@ -33,6 +35,8 @@ used again just then would be lost together with its request, so ours are let go
 _MAX_INTERIM_ANSWERS = 16
 """A server may announce its answer (1xx) as often as it likes; one that does nothing else never answers."""
 _FIRST_FINAL_STATUS = 200
+_VERSIONS = frozenset({"1.0", "1.1"})
+_FRAMING = frozenset({b"content-length", b"transfer-encoding"})
 
 
 _OWN_LIMITS = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.EADDRNOTAVAIL})
@@ -78,7 +82,8 @@ class ClientConnection(asyncio.Protocol):
         self._release = release
         self._forget = forget
         self._transport: asyncio.Transport | None = None
-        self._parser: httptools.HttpResponseParser | None = None
+        self._parser: httptools.HttpResponseParser | None = httptools.HttpResponseParser(self)
+        """For all answers in turn; None once nothing more can come, since it refers back to here."""
         self._sink: Sink | None = None
         self._headers: Headers = []
         self._num_headers = 0
@@ -94,23 +99,28 @@ class ClientConnection(asyncio.Protocol):
         self._has_length = False
         self.is_closed = False
         self._is_leaving = False
+        self._is_paused = False
         self.was_used = False
+        self.was_unsent = False
+        """Whether it was dropped before all of the request had left: the server cannot have acted on it."""
         self.idle_since_s = 0.0
 
-    def send(self, data: bytes, sink: Sink) -> None:
-        """Send a whole request; its answer goes to the sink."""
+    def send(self, request: bytes | Sequence[Piece], sink: Sink) -> None:
+        """Send a whole request, at once or in pieces that are not copied; its answer goes to the sink."""
         assert self._sink is None
         assert self._transport is not None
         self._sink = sink
         self._has_bytes = self._is_head_whole = self._is_whole = self._has_excess = False
         self._num_interim = self._silent_bytes = 0
-        self._parser = httptools.HttpResponseParser(self)
-        self._transport.write(data)
+        if isinstance(request, bytes):
+            self._transport.write(request)
+        else:
+            self._transport.writelines(request)
 
     def abort(self) -> None:
         """Drop the exchange and the connection: the server sees its client gone. The sink hears nothing more."""
         self._sink = None
-        self._parser = None
+        self.was_unsent |= self._has_unsent
         self.is_closed = True
         if self._transport is not None:
             self._transport.abort()
@@ -121,25 +131,26 @@ class ClientConnection(asyncio.Protocol):
         The server sees its client gone, as with `abort`. False where that cannot be said: over TLS, or in mid-request. The
         caller aborts the connection some time later.
         """
-        if self._transport is None or self.is_closed or self.has_unsent or not self._transport.can_write_eof():
+        if self._transport is None or self.is_closed or self._has_unsent or not self._transport.can_write_eof():
             return False
         self._is_leaving = True
         self._transport.write_eof()
         return True
 
     @property
-    def has_unsent(self) -> bool:
-        """Whether part of the request is still waiting to leave: the server cannot have acted on it."""
+    def _has_unsent(self) -> bool:
         return self._transport is not None and not self.is_closed and self._transport.get_write_buffer_size() > 0
 
     def pause_reading(self) -> None:
         """Let the server wait: the sink cannot take more now."""
         if self._transport is not None and not self.is_closed:
+            self._is_paused = True
             self._transport.pause_reading()
 
     def resume_reading(self) -> None:
         """Undo `pause_reading`."""
-        if self._transport is not None and not self.is_closed:
+        if self._is_paused and self._transport is not None and not self.is_closed:
+            self._is_paused = False
             self._transport.resume_reading()
 
     # asyncio's side
@@ -149,7 +160,7 @@ class ClientConnection(asyncio.Protocol):
         self._transport = cast("asyncio.Transport", transport)
 
     def data_received(self, data: bytes) -> None:
-        if self._parser is None or self._sink is None:
+        if self._sink is None or self._parser is None:
             # Bytes that nobody asked for: whatever they are, they must not become the next request's answer.
             self.abort()
             return
@@ -169,7 +180,10 @@ class ClientConnection(asyncio.Protocol):
             if not self._is_whole:  # What follows a whole answer ends the connection, not the answer.
                 self._fail(ProtocolViolated(f"not a valid HTTP/1.1 answer: {_shown(exc)}"))
         else:
-            self._watch_silence(len(data))
+            if self._has_news:
+                self._silent_bytes = 0
+            else:
+                self._watch_silence(len(data))
         if self._is_whole:
             self._finish()
 
@@ -217,16 +231,13 @@ class ClientConnection(asyncio.Protocol):
         if self._sink is not None:
             self._sink.on_head(status, self._headers)
 
-    def on_chunk_header(self) -> None:
-        self._has_news = True
-
     def on_body(self, data: bytes) -> None:
         self._has_news = True
         if self._sink is not None and not self._is_whole:
             self._sink.on_body(data)
 
     def on_message_complete(self) -> None:
-        if self._is_whole or not self._is_head_whole or self._parser is None:
+        if self._is_whole or not self._is_head_whole or self._sink is None or self._parser is None:
             return
         self._is_whole = True
         self._may_be_kept = self._parser.should_keep_alive()  # llhttp knows it only here.
@@ -235,12 +246,11 @@ class ClientConnection(asyncio.Protocol):
 
     def _finish(self) -> None:
         """The answer is whole; the connection is good for another one unless it holds more bytes already."""
-        self._parser = None
         sink, self._sink = self._sink, None
         if sink is None or self._transport is None:
             return  # The sink dropped it in the meantime.
         if self._may_be_kept and not self._is_leaving and not self._has_excess and not self._transport.is_closing():
-            self._transport.resume_reading()
+            self.resume_reading()
             self.was_used = True
             self._release(self)
         else:
@@ -257,7 +267,7 @@ class ClientConnection(asyncio.Protocol):
 
     def _watch_silence(self, num_bytes: int) -> None:
         """httptools keeps a header until it is whole, without a limit: only how much it takes without a word tells."""
-        self._silent_bytes = 0 if self._has_news else self._silent_bytes + num_bytes
+        self._silent_bytes += num_bytes
         if self._silent_bytes > MAX_HEADER_BYTES:
             self._fail(_head_too_large())
 
@@ -270,17 +280,18 @@ class ClientConnection(asyncio.Protocol):
 
 def _check_framing(version: str, headers: Headers) -> bool:
     """Whether the answer tells its own end. Raises ProtocolViolated for one that tells two, or in a way not understood."""
-    if version not in {"1.0", "1.1"}:
+    if version not in _VERSIONS:
         raise ProtocolViolated(f"not a valid HTTP/1.1 answer: its version is {version}")
-    framing = [(name, value) for name, value in headers if name in {b"content-length", b"transfer-encoding"}]
-    if not framing:
-        return False
-    (name, value), *others = framing
-    if others:
-        raise ProtocolViolated("not a valid HTTP/1.1 answer: more than one of content-length and transfer-encoding")
-    if name == b"transfer-encoding" and (value.lower() != b"chunked" or version == "1.0"):
-        raise ProtocolViolated("not a valid HTTP/1.1 answer: its transfer-encoding is not chunked")
-    return True
+    has_length = False
+    for name, value in headers:
+        if name not in _FRAMING:
+            continue
+        if has_length:
+            raise ProtocolViolated("not a valid HTTP/1.1 answer: more than one of content-length and transfer-encoding")
+        has_length = True
+        if name == b"transfer-encoding" and (value.lower() != b"chunked" or version == "1.0"):
+            raise ProtocolViolated("not a valid HTTP/1.1 answer: its transfer-encoding is not chunked")
+    return has_length
 
 
 def _head_too_large() -> ProtocolViolated:

@@ -15,15 +15,14 @@ from collections import deque
 from typing import TYPE_CHECKING, Protocol, cast
 
 import httptools
+import msgspec
 
 from pdserve.errors import InvalidRequest, MethodNotAllowed, Reason
 from pdserve.http.hang_up import HangUpWatch
 from pdserve.http.head import (
     MAX_HEADER_BYTES,
     MAX_HEADERS,
-    check_framing,
-    check_host,
-    expects_continue,
+    read_head,
     read_target,
 )
 
@@ -50,6 +49,8 @@ FLUSH_INTERVAL_S = 15.0
 """A closing connection must get rid of some of its last bytes in this time: a client that reads nothing is not waited for."""
 DRAIN_INTERVAL_S = 120.0
 """The same for whole answers on a connection that stays; a stream's source minds its own client."""
+
+_MAX_PIECES = 256
 
 _METHODS = ("GET", "HEAD", "OPTIONS", "POST")
 
@@ -81,44 +82,20 @@ class Application(Protocol):
         """Headers and body for something that was not a request."""
 
 
-class Request:
+class Request(msgspec.Struct):
     """One whole request. Header names are lower case."""
 
-    __slots__ = (
-        "body",
-        "headers",
-        "keep_alive",
-        "key_name",
-        "knows_chunks",
-        "method",
-        "path",
-        "query",
-        "received_at_s",
-    )
-
-    def __init__(
-        self,
-        method: bytes,
-        path: bytes,
-        query: bytes,
-        headers: Headers,
-        body: bytes,
-        *,
-        knows_chunks: bool,
-        keep_alive: bool,
-        received_at_s: float,
-    ) -> None:
-        self.method = method
-        self.path = path
-        self.query = query
-        self.headers = headers
-        self.body = body
-        self.knows_chunks = knows_chunks
-        """False for HTTP/1.0, where the end of the connection is the end of the body."""
-        self.keep_alive = keep_alive
-        self.received_at_s = received_at_s
-        self.key_name: str | None = None
-        """Whose key came with it, once the application knows: a name that may be shown anywhere."""
+    method: bytes
+    path: bytes
+    query: bytes
+    headers: Headers
+    knows_chunks: bool
+    """False for HTTP/1.0, where the end of the connection is the end of the body."""
+    keep_alive: bool
+    received_at_s: float
+    body: bytes = b""
+    key_name: str | None = None
+    """Whose key came with it, once the application knows: a name that may be shown anywhere."""
 
     def header(self, name: bytes) -> bytes | None:
         """The first header of that (lower-case) name."""
@@ -128,25 +105,22 @@ class Request:
         return None
 
 
-class Response:
+class Response(msgspec.Struct):
     """The answer to one request; writes straight to the client's socket, without a queue of its own."""
 
-    __slots__ = ("_connection", "_head_only", "_is_chunked", "_keep_alive", "is_ended", "is_started", "knows_chunks")
-
-    def __init__(self, connection: ServerConnection, *, head_only: bool, knows_chunks: bool, keep_alive: bool) -> None:
-        self._connection = connection
-        self._head_only = head_only
-        self.knows_chunks = knows_chunks
-        self._keep_alive = keep_alive
-        self._is_chunked = False
-        self.is_started = False
-        self.is_ended = False
+    connection: ServerConnection
+    head_only: bool
+    knows_chunks: bool
+    keep_alive: bool
+    is_chunked: bool = False
+    is_started: bool = False
+    is_ended: bool = False
 
     def send(self, status: int, headers: Sequence[tuple[bytes, bytes]], body: bytes) -> None:
         """Answer all at once."""
         head = self._head(status, headers, b"content-length: %d\r\n" % len(body))
         self.is_started = True
-        self._connection.write(head if self._head_only else head + body)
+        self.connection.write(head if self.head_only else head + body)
         self.end()
 
     def start(
@@ -155,16 +129,16 @@ class Response:
         """Send the head of an answer whose length is not known; `source` is paused while the client reads too slowly."""
         assert not self.is_started
         self.is_started = True
-        self._is_chunked = self.knows_chunks
-        framing = b"transfer-encoding: chunked\r\n" if self._is_chunked else b""
-        self._connection.write(self._head(status, headers, framing))
-        self._connection.feed_from(source)
+        self.is_chunked = self.knows_chunks
+        framing = b"transfer-encoding: chunked\r\n" if self.is_chunked else b""
+        self.connection.write(self._head(status, headers, framing))
+        self.connection.feed_from(source)
 
     def write(self, data: bytes) -> None:
         """Send a piece of the body that `start` began."""
-        if self._head_only or not data:
+        if self.head_only or not data:
             return
-        self._connection.write(b"%x\r\n%b\r\n" % (len(data), data) if self._is_chunked else data)
+        self.connection.write(b"%x\r\n%b\r\n" % (len(data), data) if self.is_chunked else data)
 
     def end(self) -> None:
         """Finish. The connection takes its next request."""
@@ -172,25 +146,25 @@ class Response:
         if self.is_ended:
             return
         self.is_ended = True
-        if self._is_chunked and not self._head_only:
-            self._connection.write(b"0\r\n\r\n")
-        self._connection.response_ended(keep_alive=self._keep_alive)
+        if self.is_chunked and not self.head_only:
+            self.connection.write(b"0\r\n\r\n")
+        self.connection.response_ended(keep_alive=self.keep_alive)
 
     @property
     def is_client_there(self) -> bool:
         """Whether what is sent can still arrive: in a task that is cancelled it tells a stop from a client that left."""
-        return not self._connection.is_closing
+        return not self.connection.is_closing
 
     def abort(self) -> None:
         """Break off: the client sees that the answer is not whole."""
         self.is_ended = True
-        self._connection.abort()
+        self.connection.abort()
 
     def _head(self, status: int, headers: Sequence[tuple[bytes, bytes]], framing: bytes) -> bytes:
         line = _STATUS_LINES.get(status) or b"HTTP/1.1 %d \r\n" % status
-        self._keep_alive = self._keep_alive and self._connection.keeps_alive
-        closing = b"" if self._keep_alive else b"connection: close\r\n"
-        return b"".join((line, *(b"%b: %b\r\n" % header for header in headers), framing, closing, b"\r\n"))
+        self.keep_alive = self.keep_alive and self.connection.keeps_alive
+        closing = b"" if self.keep_alive else b"connection: close\r\n"
+        return b"".join([line, *[b"%b: %b\r\n" % header for header in headers], framing, closing, b"\r\n"])
 
 
 class ServerConnection(asyncio.Protocol):
@@ -219,6 +193,9 @@ class ServerConnection(asyncio.Protocol):
         self._parser = httptools.HttpRequestParser(self)
         self._transport: asyncio.Transport | None = None
         self._timer: asyncio.TimerHandle | None = None
+        self._rings_s = 0.0
+        self._due_s = 0.0
+        self._on_due: Callable[[], None] | None = None
         self.is_closing = False
         self._is_deaf = False
         """What comes now is no request any more: after a refusal, or behind a request that was to be the last."""
@@ -241,12 +218,19 @@ class ServerConnection(asyncio.Protocol):
         self._silent_bytes = 0
         self._is_in_message = False
         self._is_in_body = False
+        self._is_timed = False
+        self._is_body_timed = False
         self._owes_continue = False
         self._url = b""
         self._headers: Headers = []
         self._header_bytes = 0
         self._num_headers = 0
-        self._body: bytes | bytearray = b""
+        self._pieces: list[bytes] = []
+        """The body's first pieces, to be put together once."""
+        self._rest = bytearray()
+        """What comes after so many of them: pieces of a byte would weigh fifty each."""
+        self._num_body_bytes = 0
+        self._request: Request | None = None
 
     # asyncio's side
 
@@ -262,7 +246,7 @@ class ServerConnection(asyncio.Protocol):
     def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002
         self._state.connections.discard(self)
         self.is_closing = True
-        self._stop_timer()
+        self._drop_timer()
         self._stop_drain_timer()
         self._stop_unread_watch()
         if self._hang_up is not None:
@@ -330,19 +314,21 @@ class ServerConnection(asyncio.Protocol):
         self._headers = []
         self._header_bytes = 0
         self._num_headers = 0
-        self._body = b""
-        if self._task is None:
-            self._start_timer(HEADER_TIMEOUT_S, self._time_out)
+        self._is_timed = self._is_body_timed = False
 
     def on_url(self, url: bytes) -> None:
         self._has_news = True
         self._url += url
-        self._count_header_bytes(len(url))
+        self._header_bytes += len(url)
+        if self._header_bytes > MAX_HEADER_BYTES:
+            raise _headers_too_large()
 
     def on_header(self, name: bytes, value: bytes) -> None:
         self._has_news = True
         self._num_headers += 1
-        self._count_header_bytes(len(name) + len(value))
+        self._header_bytes += len(name) + len(value)
+        if self._header_bytes > MAX_HEADER_BYTES:
+            raise _headers_too_large()
         if self._num_headers > MAX_HEADERS:
             raise InvalidRequest(f"more than {MAX_HEADERS} headers", status=431, reason=Reason.HEADERS_TOO_LARGE)
         if not self._is_in_body:  # A trailer after the last chunk: nothing here may depend on it.
@@ -350,19 +336,16 @@ class ServerConnection(asyncio.Protocol):
 
     def on_headers_complete(self) -> None:
         version = self._parser.get_http_version()
-        check_framing(version, self._headers)
-        check_host(version, self._headers)
+        head = read_head(version, self._headers)
         if self._parser.should_upgrade():
             return  # The same head comes again: see `_without_upgrade`.
         self._is_in_body = True
-        length = next((int(value) for name, value in self._headers if name == b"content-length"), 0)
-        self._check_body_bytes(length)
-        request = self._read_request()
-        if length > MAX_UNADMITTED_BYTES or any(name == b"transfer-encoding" for name, _ in self._headers):
+        if head.length > self._max_body_bytes:
+            raise _body_too_large(self._max_body_bytes)
+        request = self._request = self._read_request(version)
+        if head.length > MAX_UNADMITTED_BYTES or head.is_chunked:
             self._admit(request)
-        self._owes_continue = expects_continue(version, self._headers)
-        if self._task is None:
-            self._await_body()
+        self._owes_continue = head.expects_continue
 
     def on_chunk_header(self) -> None:
         self._has_news = True
@@ -370,20 +353,25 @@ class ServerConnection(asyncio.Protocol):
     def on_body(self, data: bytes) -> None:
         self._has_news = True
         self._owes_continue = False
-        self._check_body_bytes(len(self._body) + len(data))
-        if not self._body:
-            self._body = data
-        elif isinstance(self._body, bytes):
-            self._body = bytearray(self._body) + data
+        self._num_body_bytes += len(data)
+        if self._num_body_bytes > self._max_body_bytes:
+            raise _body_too_large(self._max_body_bytes)
+        if len(self._pieces) < _MAX_PIECES:
+            self._pieces.append(data)
         else:
-            self._body += data  # Not a list of pieces: a chunk of one byte would weigh fifty.
+            self._rest += data
 
     def on_message_complete(self) -> None:
         if self._parser.should_upgrade():
             return  # Not complete at all: see `_without_upgrade`.
         self._is_in_message = False
-        request = self._read_request()
-        self._body = b""
+        request, self._request = self._request, None
+        assert request is not None
+        pieces = self._pieces
+        request.body = pieces[0] if len(pieces) == 1 else b"".join([*pieces, self._rest])
+        request.received_at_s = time.monotonic()
+        request.keep_alive = request.knows_chunks and self._parser.should_keep_alive()  # llhttp knows it only here.
+        self._drop_body()
         self._is_deaf = not request.keep_alive
         if self._task is None and not self._is_write_paused:
             self._answer(request)
@@ -447,12 +435,17 @@ class ServerConnection(asyncio.Protocol):
                 return data
             self._refuse(InvalidRequest(f"not a valid HTTP/1.1 request: {exc}", reason=Reason.MALFORMED_HTTP))
         else:
-            self._watch_silence(len(data))
+            if self._has_news:
+                self._silent_bytes = 0
+            else:
+                self._watch_silence(len(data))
+            if self._is_in_message and self._task is None:
+                self._await_rest()
         return b""
 
     def _watch_silence(self, num_bytes: int) -> None:
         """httptools keeps a header until it is whole, without a limit: only how much it takes without a word tells."""
-        self._silent_bytes = 0 if self._has_news else self._silent_bytes + num_bytes
+        self._silent_bytes += num_bytes
         if self._silent_bytes > MAX_HEADER_BYTES:
             self._refuse(_headers_too_large())
 
@@ -471,38 +464,34 @@ class ServerConnection(asyncio.Protocol):
         self._parser = httptools.HttpRequestParser(self)
         return head + b"".join(b"%b: %b\r\n" % header for header in headers) + b"\r\n" + rest
 
-    def _read_request(self) -> Request:
-        """What is here of it so far."""
+    def _drop_body(self) -> None:
+        self._pieces = []
+        if self._rest:
+            self._rest = bytearray()
+        self._num_body_bytes = 0
+
+    def _read_request(self, version: str) -> Request:
+        """Its head."""
         method = self._parser.get_method()
         path, query = read_target(method, self._url)
         # HTTP/1.0 knows no chunks, and keeps a connection only where both sides say so, which is not worth the words.
-        is_http_1_0 = self._parser.get_http_version() == "1.0"
-        return Request(
-            method,
-            path,
-            query,
-            self._headers,
-            bytes(self._body),
-            knows_chunks=not is_http_1_0,
-            keep_alive=self._parser.should_keep_alive() and not is_http_1_0,
-            received_at_s=time.monotonic(),
-        )
+        return Request(method, path, query, self._headers, version != "1.0", keep_alive=False, received_at_s=0.0)
 
-    def _count_header_bytes(self, num_bytes: int) -> None:
-        self._header_bytes += num_bytes
-        if self._header_bytes > MAX_HEADER_BYTES:
-            raise _headers_too_large()
+    def _await_rest(self) -> None:
+        """Of the request that is half here: its headers from their beginning, its body from theirs.
 
-    def _check_body_bytes(self, num_bytes: int) -> None:
-        if num_bytes > self._max_body_bytes:
-            message = f"the body exceeds {self._max_body_bytes} bytes"
-            raise InvalidRequest(message, status=413, reason=Reason.BODY_TOO_LARGE)
-
-    def _await_body(self) -> None:
-        self._start_timer(BODY_TIMEOUT_S, self._time_out)
-        if self._owes_continue:
-            self._owes_continue = False
-            self.write(_CONTINUE)
+        Most requests come whole, and are not waited for at all.
+        """
+        if not self._is_in_body:
+            if not self._is_timed:
+                self._is_timed = True
+                self._start_timer(HEADER_TIMEOUT_S, self._time_out)
+        elif not self._is_body_timed:
+            self._is_body_timed = True
+            self._start_timer(BODY_TIMEOUT_S, self._time_out)
+            if self._owes_continue:
+                self._owes_continue = False
+                self.write(_CONTINUE)
 
     def _time_out(self) -> None:
         """The next request did not come, or not to its end."""
@@ -565,7 +554,7 @@ class ServerConnection(asyncio.Protocol):
     def _answer(self, request: Request) -> None:
         self._stop_timer()
         response = self._response = Response(
-            self, head_only=request.method == b"HEAD", knows_chunks=request.knows_chunks, keep_alive=request.keep_alive
+            self, request.method == b"HEAD", knows_chunks=request.knows_chunks, keep_alive=request.keep_alive
         )
         self._task = self._loop.create_task(self._application.handle(request, response))
         self._state.tasks.add(self._task)
@@ -617,12 +606,10 @@ class ServerConnection(asyncio.Protocol):
 
     def _await_request(self) -> None:
         """The next one may be half here already."""
-        if not self._is_in_message:
-            self._start_timer(self._keep_alive_s, self._time_out)
-        elif self._is_in_body:
-            self._await_body()
+        if self._is_in_message:
+            self._await_rest()
         else:
-            self._start_timer(HEADER_TIMEOUT_S, self._time_out)
+            self._start_timer(self._keep_alive_s, self._time_out)
 
     @property
     def _is_between_answers(self) -> bool:
@@ -691,11 +678,34 @@ class ServerConnection(asyncio.Protocol):
             self._drain_timer.cancel()
             self._drain_timer = None
 
-    def _start_timer(self, delay_s: float, on_end: Callable[[], None]) -> None:
-        self._stop_timer()
-        self._timer = self._loop.call_later(delay_s, on_end)
+    def _start_timer(self, delay_s: float, on_due: Callable[[], None]) -> None:
+        """The only one of this connection; one that is set already is set anew only if this is due before it rings.
+
+        A keep-alive connection changes its mind about what it waits for four times a request.
+        """
+        self._on_due = on_due
+        self._due_s = due_s = self._loop.time() + delay_s
+        if self._timer is not None:
+            if self._rings_s <= due_s:
+                return
+            self._timer.cancel()
+        self._rings_s = due_s
+        self._timer = self._loop.call_at(due_s, self._ring)
+
+    def _ring(self) -> None:
+        self._timer = None
+        on_due, self._on_due = self._on_due, None
+        if on_due is None:
+            return
+        if self._loop.time() < self._due_s:
+            self._start_timer(self._due_s - self._loop.time(), on_due)
+        else:
+            on_due()
 
     def _stop_timer(self) -> None:
+        self._on_due = None
+
+    def _drop_timer(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -704,6 +714,10 @@ class ServerConnection(asyncio.Protocol):
 def _too_many_connections(max_connections: int) -> InvalidRequest:
     message = f"{max_connections} clients are connected, and no more may be; come again later"
     return InvalidRequest(message, status=503, reason=Reason.OUT_OF_SOCKETS)
+
+
+def _body_too_large(max_bytes: int) -> InvalidRequest:
+    return InvalidRequest(f"the body exceeds {max_bytes} bytes", status=413, reason=Reason.BODY_TOO_LARGE)
 
 
 def _headers_too_large() -> InvalidRequest:

@@ -12,7 +12,7 @@ from pdserve.core import AloneReason, Decision, DecodeAlone, EngineName, RemoteP
 from pdserve.errors import NoEligibleEngine
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from pdserve.core import EngineSnapshot, RequestFacts
 
@@ -28,28 +28,33 @@ class RoundRobin:
     """Turns are counted per role, so that an even load stays even on both sides."""
 
     def __init__(self) -> None:
-        self._turns = {Role.PREFILL: itertools.count(), Role.DECODE: itertools.count()}
+        self._prefill_turns = itertools.count()
+        self._decode_turns = itertools.count()
 
     def decide(self, facts: RequestFacts, engines: Sequence[EngineSnapshot]) -> Decision:
         """Where one request goes. Raises NoEligibleEngine when no decode engine is healthy."""
-        decodes = _healthy(Role.DECODE, engines)
+        healthy = [engine for engine in engines if engine.is_healthy]
+        decodes = [engine for engine in healthy if engine.address.role is Role.DECODE]
         if not decodes:
             raise NoEligibleEngine("no decode engine is healthy; `pdserve status` tells which are down")
         if facts.alone_reason is not None:
-            return DecodeAlone(self._next(decodes).address, facts.alone_reason)
-        prefills = _healthy(Role.PREFILL, engines)
-        reached = frozenset[EngineName]().union(*(prefill.partners for prefill in prefills))
+            return DecodeAlone(_next(decodes, self._decode_turns).address, facts.alone_reason)
+        prefills = [engine for engine in healthy if engine.address.role is Role.PREFILL]
+        reached = _reached_from(prefills)
         paired = [engine for engine in decodes if engine.address.name in reached]
         if not paired:
             reason = AloneReason.NO_PROVEN_PAIR if prefills else AloneReason.NO_PREFILL_ENGINE
-            return DecodeAlone(self._next(decodes).address, reason)
-        decode = self._next(paired).address
-        prefill = self._next([engine for engine in prefills if decode.name in engine.partners]).address
-        return RemotePrefill(prefill, decode)
-
-    def _next(self, candidates: Sequence[EngineSnapshot]) -> EngineSnapshot:
-        return candidates[next(self._turns[candidates[0].address.role]) % len(candidates)]
+            return DecodeAlone(_next(decodes, self._decode_turns).address, reason)
+        decode = _next(paired, self._decode_turns).address
+        prefill = _next([engine for engine in prefills if decode.name in engine.partners], self._prefill_turns)
+        return RemotePrefill(prefill.address, decode)
 
 
-def _healthy(role: Role, engines: Sequence[EngineSnapshot]) -> list[EngineSnapshot]:
-    return [engine for engine in engines if engine.address.role == role and engine.is_healthy]
+def _reached_from(prefills: Sequence[EngineSnapshot]) -> frozenset[EngineName]:
+    if len(prefills) == 1:
+        return prefills[0].partners
+    return frozenset[EngineName]().union(*[prefill.partners for prefill in prefills])
+
+
+def _next(candidates: Sequence[EngineSnapshot], turns: Iterator[int]) -> EngineSnapshot:
+    return candidates[next(turns) % len(candidates)]

@@ -7,10 +7,17 @@ This module performs nothing: the proxy reports events and does what the table s
 from __future__ import annotations
 
 import enum
-from typing import NamedTuple
+
+import msgspec
 
 
-class State(enum.Enum):
+class _Word(enum.Enum):
+    """Its members stand in the table below, and what Enum itself has for a hash is written in Python."""
+
+    __hash__ = object.__hash__
+
+
+class State(_Word):
     """Where a request is."""
 
     OPEN = "open"
@@ -25,7 +32,7 @@ class State(enum.Enum):
     CLOSED = "closed"
 
 
-class Event(enum.Enum):
+class Event(_Word):
     """What can happen to it."""
 
     PREFILL_SENT = "prefill_sent"
@@ -51,7 +58,7 @@ class Event(enum.Enum):
     """Nothing that could go on: no engine left, or a fault of ours."""
 
 
-class Step(NamedTuple):
+class Step(msgspec.Struct, frozen=True):
     """Where an event leads."""
 
     state: State

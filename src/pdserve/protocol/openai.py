@@ -21,8 +21,8 @@ from pdserve.protocol.fields import (
     Fields,
     is_absent,
     is_count,
-    is_spelled,
     join,
+    join_pieces,
     raw,
     split,
     try_decode,
@@ -45,6 +45,7 @@ __all__ = [
     "facts_of",
     "is_stream",
     "join",
+    "join_pieces",
     "previous_response_id",
     "split_request",
     "try_split",
@@ -67,6 +68,7 @@ RESERVED_FIELDS = frozenset(
 )
 """What only the gateway may say to an engine."""
 
+_XARGS = "vllm_xargs"
 _RESERVED_XARGS = RESERVED_FIELDS | {"kv_cache_report_mode"}
 """`vllm_xargs` reaches what the scheduler reads the handoff from, for all four APIs; this one makes an engine flood its
 listeners with KV events (vLLM 0.32, v1/request.py)."""
@@ -78,9 +80,11 @@ def split_request(body: bytes) -> Fields:
         fields = split(body)
     except NOT_JSON as exc:
         raise InvalidRequest(f"the body is not a JSON object: {exc}", reason=Reason.MALFORMED_JSON) from exc
+    if RESERVED_FIELDS.isdisjoint(fields) and _XARGS not in fields:
+        return fields
     fields = without_reserved(fields)
-    if not is_absent(fields, "vllm_xargs"):
-        fields["vllm_xargs"] = clean_xargs(fields["vllm_xargs"])
+    if not is_absent(fields, _XARGS):
+        fields[_XARGS] = clean_xargs(fields[_XARGS])
     return fields
 
 
@@ -106,11 +110,15 @@ def facts_of(api: Api, fields: Fields) -> RequestFacts:
     if prompt_field not in fields and (api is not Api.COMPLETIONS or is_absent(fields, "prompt_embeds")):
         raise InvalidRequest(f"the field {prompt_field!r} is missing")
     alone_reason = shape.alone_reason(api, fields)
+    prompt_bytes = 0
+    for name in PROMPT_PARTS[api]:
+        if name in fields:
+            prompt_bytes += len(fields[name])
     return RequestFacts(
-        prompt_bytes=sum(len(memoryview(fields[name])) for name in PROMPT_PARTS[api] if name in fields),
-        is_stream=is_stream(fields),
-        alone_reason=alone_reason,
-        priority=_priority(fields),
+        prompt_bytes,
+        is_stream(fields),
+        alone_reason,
+        priority=_priority(fields["priority"]) if "priority" in fields else 0,
         is_repeatable=alone_reason not in shape.UNREPEATABLE,
     )
 
@@ -121,7 +129,7 @@ def wants_stream_usage(api: Api, fields: Fields) -> bool:
         return True
     options = fields.get("stream_options")
     inner = try_split(options) if options is not None else None
-    return inner is not None and is_spelled(inner, "include_usage", TRUE)
+    return inner is not None and inner.get("include_usage") == TRUE
 
 
 def with_stream_usage(api: Api, fields: Fields) -> Fields:
@@ -130,7 +138,7 @@ def with_stream_usage(api: Api, fields: Fields) -> Fields:
         return fields
     options = fields.get("stream_options")
     inner = (try_split(options) if options is not None else None) or {}
-    inner["include_usage"] = msgspec.Raw(TRUE)
+    inner["include_usage"] = TRUE
     # Without effect for a client that wants no usage, and with ours it would bring usage in every chunk.
     inner.pop("continuous_usage_stats", None)
     return {**fields, "stream_options": raw(inner)}
@@ -148,6 +156,5 @@ def previous_response_id(fields: Fields) -> str | None:
     return try_decode(value, str) if value is not None else None
 
 
-def _priority(fields: Fields) -> int:
-    value = bytes(fields.get("priority", b"0"))
-    return int(value) if is_count(msgspec.Raw(value.removeprefix(b"-"))) else 0
+def _priority(value: msgspec.Raw) -> int:
+    return int(bytes(value)) if is_count(msgspec.Raw(bytes(value).removeprefix(b"-"))) else 0

@@ -14,7 +14,17 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from pdserve.protocol.api import CHOICE_APIS, Api
-from pdserve.protocol.fields import NOT_JSON, NULL, is_absent, is_count, join, raw, try_decode, try_split
+from pdserve.protocol.fields import (
+    NULL,
+    is_absent,
+    is_count,
+    is_list_of_one_list,
+    join,
+    raw,
+    try_decode,
+    try_list,
+    try_split,
+)
 from pdserve.protocol.openai import facts_of
 from pdserve.protocol.sse import event_data, split_events
 
@@ -38,9 +48,8 @@ _ID_PREFIXES = {Api.COMPLETIONS: "cmpl-", Api.CHAT_COMPLETIONS: "chatcmpl-"}
 """What vLLM puts before a request's id to name the answer."""
 
 _DONE = b"[DONE]"
-_NULL = msgspec.Raw(NULL)
 _EVENT_ENDS = (b"\n\n", b"\r\n\r\n")
-_NO_SEEDS = frozenset({NULL, b"-1"})
+_NO_SEEDS = (NULL, msgspec.Raw(b"-1"))
 """vLLM's sampling_params.py takes -1 for none."""
 _LOWEST_TEMPERATURE = 1e-2
 """Zero is greedy, and vLLM raises what is between zero and this to this (sampling_params.py, _MAX_TEMP)."""
@@ -48,9 +57,8 @@ _LOWEST_TEMPERATURE = 1e-2
 _INTEGER = re.compile(rb"-?[0-9]{1,18}")
 """Certain to stay within 64 bits, as vLLM demands of a seed, when a choice's index is added."""
 _LIST_OF_PROMPTS = re.compile(rb'\[\s*["\[\]]')
+_TEXT = re.compile(rb'"')
 _TOKEN_IDS = re.compile(rb"\[\s*[0-9][\s0-9,]*\]")
-
-_decode_list = msgspec.json.Decoder(list[msgspec.Raw]).decode
 
 
 class UnmergeableAnswer(Exception):
@@ -80,7 +88,7 @@ def take_apart(api: Api, fields: Fields) -> Parts | None:
     Not seen from here: an engine that refuses several choices because the model's own default temperature is zero, or because
     its VLLM_MAX_N_SEQUENCES or VLLM_MAX_COMPLETION_PROMPTS is lower than `MAX_PARTS`. Raises InvalidRequest.
     """
-    if api not in CHOICE_APIS:
+    if api not in CHOICE_APIS or not ("n" in fields or _LIST_OF_PROMPTS.match(fields.get("prompt", NULL))):
         return None
     num_choices = _num_choices(fields)
     prompts = _prompts(api, fields)
@@ -106,7 +114,7 @@ def _num_choices(fields: Fields) -> int:
 
 
 def _num_bytes(fields: Fields) -> int:
-    return sum(len(memoryview(value)) for value in fields.values())
+    return sum(map(len, fields.values()))
 
 
 def _prompts(api: Api, fields: Fields) -> Sequence[Fields]:
@@ -114,10 +122,10 @@ def _prompts(api: Api, fields: Fields) -> Sequence[Fields]:
 
     A prompt from a list stays in a list: vLLM refuses `""` and takes `[""]`. One list holds only texts or only lists of ids.
     """
-    prompt = fields.get("prompt", _NULL)
-    if api is not Api.COMPLETIONS or not _LIST_OF_PROMPTS.match(memoryview(prompt)):
+    prompt = fields.get("prompt", NULL)
+    if api is not Api.COMPLETIONS or not _LIST_OF_PROMPTS.match(prompt) or is_list_of_one_list(prompt):
         return [{}]
-    elements = [bytes(element) for element in _try_list(prompt) or ()]
+    elements = try_list(prompt) or []
     if len(elements) == 1:
         return [{}]
     if len(elements) > MAX_PARTS or not (_are_texts(elements) or _are_token_ids(elements)):
@@ -125,11 +133,11 @@ def _prompts(api: Api, fields: Fields) -> Sequence[Fields]:
     return [{"prompt": msgspec.Raw(b"[%b]" % element)} for element in elements]
 
 
-def _are_texts(elements: Sequence[bytes]) -> bool:
-    return all(element.startswith(b'"') for element in elements)
+def _are_texts(elements: Sequence[msgspec.Raw]) -> bool:
+    return all(_TEXT.match(element) for element in elements)
 
 
-def _are_token_ids(elements: Sequence[bytes]) -> bool:
+def _are_token_ids(elements: Sequence[msgspec.Raw]) -> bool:
     return all(_TOKEN_IDS.fullmatch(element) for element in elements)
 
 
@@ -142,12 +150,13 @@ def _seeds(fields: Fields, num_choices: int) -> Sequence[Fields]:
         return [{}]
     if not _is_sampled(fields):
         return []
-    seed = bytes(fields.get("seed", _NULL))
+    seed = fields.get("seed", NULL)
     if seed in _NO_SEEDS:
         return [{}] * num_choices
     if not _INTEGER.fullmatch(seed):
         return []
-    seeds = range(int(seed), int(seed) + num_choices)
+    first = int(bytes(seed))
+    seeds = range(first, first + num_choices)
     # A child's seed is not looked at again, so there -1 is a seed like any other; alone it would be none.
     if -1 in seeds:
         return []
@@ -183,13 +192,13 @@ def merge_answers(parts: Parts, answers: Sequence[bytes], *, request_id: str) ->
             raise UnmergeableAnswer("an answer without its one choice")
         merged = merged or fields
         choices.append(_numbered(choice, index))
-        usages.add(index, fields.get("usage", _NULL))
+        usages.add(index, fields.get("usage", NULL))
     # As vLLM has it, the prompt's details are the last prompt's.
     usage = usages.total(details_of=len(answers) - 1)
     replaced = {"id": parts.answer_id(request_id), "choices": raw(choices), "usage": usage}
     merged = {**merged, **replaced}
     if "metrics" in merged:
-        merged["metrics"] = _NULL  # They speak of one sequence, so vLLM leaves them out where there are several.
+        merged["metrics"] = NULL  # They speak of one sequence, so vLLM leaves them out where there are several.
     return join(merged)
 
 
@@ -257,7 +266,7 @@ class StreamMerge:
     def _is_role_event(self, part_index: int, choice: Fields) -> bool:
         if self._parts.api is not Api.CHAT_COMPLETIONS or part_index in self._parts_with_role:
             return False
-        delta = try_split(choice.get("delta", _NULL))
+        delta = try_split(choice.get("delta", NULL))
         return delta is not None and "role" in delta
 
     def _all_role_events(self, part_index: int, fields: Fields, choice: Fields) -> bytes:
@@ -326,7 +335,7 @@ class _Usages:
 
 
 def _only_choice(fields: Fields | None) -> Fields | None:
-    choices = _try_list(fields.get("choices", _NULL)) if fields is not None else None
+    choices = try_list(fields.get("choices", NULL)) if fields is not None else None
     return try_split(choices[0]) if choices is not None and len(choices) == 1 else None
 
 
@@ -336,10 +345,3 @@ def _numbered(choice: Fields, index: int) -> Fields:
 
 def _choices(choice: Fields, index: int) -> msgspec.Raw:
     return raw([_numbered(choice, index)])
-
-
-def _try_list(value: msgspec.Raw) -> list[msgspec.Raw] | None:
-    try:
-        return _decode_list(value)
-    except NOT_JSON:
-        return None

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from pdserve.protocol.api import Api
-from pdserve.protocol.fields import try_decode, try_split
+from pdserve.protocol.fields import NULL, try_decode, try_split
 from pdserve.protocol.sse import event_data, event_name, split_events
 
 if TYPE_CHECKING:
@@ -29,12 +29,14 @@ _ERROR_NAMES = {
 }
 _ERROR_DATA = (b'data: {"error"', b'data:{"error"')
 """How vLLM tells completions and chat of a failure (0.32, create_streaming_error_response)."""
+_ERROR_MARKS = {api: tuple(b"event: " + name for name in sorted(names)) for api, names in _ERROR_NAMES.items()}
 _FINAL_NAMES = {
     Api.RESPONSES: frozenset({b"response.completed", b"response.incomplete", b"response.cancelled"}),
     Api.MESSAGES: frozenset({b"message_stop"}),
 }
 _ROLE_MARK = b'"role"'
-_EMPTY = frozenset({b'""', b"null"})
+_ROLE_FIELDS = frozenset({"role", "content"})
+_EMPTY = (msgspec.Raw(b'""'), NULL)
 
 
 class _Choice(msgspec.Struct, frozen=True):
@@ -58,8 +60,7 @@ def is_preamble(api: Api, event: bytes) -> bool:
 
 def error_marks(api: Api) -> tuple[bytes, ...]:
     """What a piece of a stream holds if `stream_error` would find an error in it."""
-    names = _ERROR_NAMES.get(api)
-    return tuple(b"event: " + name for name in sorted(names)) if names is not None else _ERROR_DATA[:1]
+    return _ERROR_MARKS.get(api, _ERROR_DATA[:1])
 
 
 def ends_stream(api: Api, events: bytes) -> bool:
@@ -91,9 +92,7 @@ def _is_role_chunk(event: bytes) -> bool:
 
 def _is_empty(choice: _Choice) -> bool:
     delta = choice.delta
-    is_role_only = "role" in delta and all(
-        name == "role" or (name == "content" and bytes(value) in _EMPTY) for name, value in delta.items()
-    )
+    is_role_only = "role" in delta and delta.keys() <= _ROLE_FIELDS and delta.get("content", NULL) in _EMPTY
     return is_role_only and choice.finish_reason is None
 
 

@@ -14,6 +14,7 @@ pieces it could be neither edited nor known for the end, so a stream with a long
 
 _EVENT_ENDS = (b"\n\n", b"\r\n\r\n")
 _LONGEST_END = 4
+_OBJECT_END = b"}\n\n"
 PROMPT_TOKENS_MARK = b'"prompt_tokens"'
 """A key of every usage of completions and chat. Inside a longer string its quotes would be escaped; as the whole of one it only
 makes the event be looked into."""
@@ -45,6 +46,15 @@ class EventRelay:
         self._pending = bytearray()
         """The beginning of an event. Not a list of pieces: a piece of a few bytes would weigh fifty."""
 
+    def is_plain(self, data: bytes) -> bool:
+        """Whether a piece is whole events as they should be, with nothing to edit: `feed` would give it back as it is."""
+        return (
+            data.endswith(_OBJECT_END)
+            and self._mark not in data
+            and not self._pending
+            and data.count(b"\n\n") == data.count(_OBJECT_END)
+        )
+
     def feed(self, data: bytes) -> bytes:
         """Whole events, edited where they hold usage; an unfinished one waits for its rest. Raises EventTooLong."""
         if self._pending or not data.endswith(_EVENT_ENDS):
@@ -73,13 +83,16 @@ class EventRelay:
         return bytes(held[:end])
 
     def _edited(self, data: bytes) -> bytes:
-        return b"".join(self._edit(event) if self._mark in event else event for event in split_events(data))
+        return b"".join([self._edit(event) if self._mark in event else event for event in split_events(data)])
 
 
 def split_events(data: bytes) -> list[bytes]:
-    """Cut bytes that end with an event into events; each keeps the blank line that ends it."""
-    events: list[bytes] = []
-    start = 0
+    """Cut bytes into events; each keeps the blank line that ends it, and what is unfinished comes last."""
+    if b"\r" not in data:
+        *events, rest = data.split(b"\n\n")
+        events = [event + b"\n\n" for event in events]
+        return [*events, rest] if rest else events
+    events, start = [], 0
     while start < len(data):
         end = _event_end(data, start)
         events.append(data[start:end])
@@ -100,8 +113,7 @@ def is_sound(event: bytes) -> bool:
 
 def event_data(event: bytes) -> bytes:
     """The payload of an event: its `data:` lines joined, as the HTML standard has it."""
-    lines = (line for line in event.splitlines() if line.startswith(b"data:"))
-    return b"\n".join(line[5:].removeprefix(b" ") for line in lines)
+    return b"\n".join([line[5:].removeprefix(b" ") for line in event.splitlines() if line.startswith(b"data:")])
 
 
 def event_name(event: bytes) -> bytes:
@@ -113,8 +125,9 @@ def event_name(event: bytes) -> bytes:
 
 def with_data(event: bytes, data: bytes) -> bytes:
     """The same event with another payload."""
-    others = [line for line in event.splitlines() if line and not line.startswith(b"data:")]
-    return b"\n".join([*others, *(b"data: " + line for line in data.split(b"\n"))]) + b"\n\n"
+    lines = [line for line in event.splitlines() if line and not line.startswith(b"data:")]
+    lines += [b"data: " + line for line in data.split(b"\n")]
+    return b"\n".join(lines) + b"\n\n"
 
 
 def _event_end(data: bytes, start: int) -> int:

@@ -6,11 +6,13 @@ hits in that place: what one engine alone would have told it. Each API has its o
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import msgspec
 
 from pdserve.core import Evidence, PrefillPlace
-from pdserve.protocol.api import CHOICE_APIS, Api
-from pdserve.protocol.fields import NULL, Fields, is_absent, join, raw, try_decode, try_split
+from pdserve.protocol.api import ANSWER_FIELD, CHOICE_APIS, Api
+from pdserve.protocol.fields import NOT_JSON, NULL, Fields, is_absent, join, raw, try_decode, try_split
 from pdserve.protocol.sse import PROMPT_TOKENS_MARK, event_data, with_data
 
 NO_DETAILS = (
@@ -19,17 +21,13 @@ NO_DETAILS = (
 )
 
 _INPUT_TOKENS_MARK = b'"input_tokens"'
-_DETAILS_FIELD = {
-    Api.COMPLETIONS: "prompt_tokens_details",
-    Api.CHAT_COMPLETIONS: "prompt_tokens_details",
-    Api.RESPONSES: "input_tokens_details",
-}
 _CACHE_READ = "cache_read_input_tokens"
 _CACHE_CREATION = "cache_creation_input_tokens"
+_CACHE_COUNTS = (_CACHE_READ, _CACHE_CREATION)
 _HANDOFF_FIELDS = ("kv_transfer_params", "ec_transfer_params")
 
 
-class Usage(msgspec.Struct, frozen=True):
+class Usage(msgspec.Struct, frozen=True, gc=False):
     """The counts at the end of an answer, whatever its API."""
 
     prompt_tokens: int | None = None
@@ -38,11 +36,11 @@ class Usage(msgspec.Struct, frozen=True):
     """Prompt tokens that the engine did not compute; None when it does not say."""
 
 
-class _Details(msgspec.Struct, frozen=True):
+class _Details(msgspec.Struct, frozen=True, gc=False):
     cached_tokens: int | None = None
 
 
-class _ChoicesUsage(msgspec.Struct, frozen=True):
+class _ChoicesUsage(msgspec.Struct, frozen=True, gc=False):
     """Of completions and chat."""
 
     prompt_tokens: int | None = None
@@ -54,7 +52,7 @@ class _ChoicesUsage(msgspec.Struct, frozen=True):
         return Usage(self.prompt_tokens, self.completion_tokens, None if details is None else details.cached_tokens)
 
 
-class _ResponseUsage(msgspec.Struct, frozen=True):
+class _ResponseUsage(msgspec.Struct, frozen=True, gc=False):
     input_tokens: int | None = None
     output_tokens: int | None = None
     input_tokens_details: _Details | None = None
@@ -64,7 +62,7 @@ class _ResponseUsage(msgspec.Struct, frozen=True):
         return Usage(self.input_tokens, self.output_tokens, None if details is None else details.cached_tokens)
 
 
-class _MessageUsage(msgspec.Struct, frozen=True):
+class _MessageUsage(msgspec.Struct, frozen=True, gc=False):
     """Cached tokens are no part of `input_tokens` (vLLM 0.32, entrypoints/anthropic/serving.py, _build_anthropic_usage)."""
 
     input_tokens: int | None = None
@@ -82,11 +80,80 @@ class _MessageUsage(msgspec.Struct, frozen=True):
         return self.input_tokens + (self.cache_read_input_tokens or 0) + (self.cache_creation_input_tokens or 0)
 
 
-_FORMS: dict[Api, type[_ChoicesUsage | _ResponseUsage | _MessageUsage]] = {
-    Api.COMPLETIONS: _ChoicesUsage,
-    Api.CHAT_COMPLETIONS: _ChoicesUsage,
-    Api.RESPONSES: _ResponseUsage,
-    Api.MESSAGES: _MessageUsage,
+class _Form(Protocol):
+    """An API's words for what an engine counted. A usage is given undecoded, or split."""
+
+    def counts(self, usage: msgspec.Raw | bytes) -> Usage:
+        """Raises one of NOT_JSON."""
+
+    def prompt_details(self, usage: Fields) -> Fields | None:
+        """What it says of the engine's cache; None when it says nothing."""
+
+    def cache_hits(self, num_tokens: int) -> Fields:
+        """The same, where only the number of prefix hits is known."""
+
+    def replace_details(self, usage: Fields, details: Fields) -> bool:
+        """Say of the prompt what P says, wherever D says something of it; whether it does."""
+
+
+class _Nested:
+    """Of completions, chat and responses: an object inside tells of the cache."""
+
+    def __init__(self, kind: type[_ChoicesUsage | _ResponseUsage], details_field: str) -> None:
+        self._decode = msgspec.json.Decoder(kind).decode
+        self._details_field = details_field
+
+    def counts(self, usage: msgspec.Raw | bytes) -> Usage:
+        return self._decode(usage).plain()
+
+    def prompt_details(self, usage: Fields) -> Fields | None:
+        return try_split(usage.get(self._details_field, NULL)) or None
+
+    def cache_hits(self, num_tokens: int) -> Fields:
+        return {"cached_tokens": raw(num_tokens)}
+
+    def replace_details(self, usage: Fields, details: Fields) -> bool:
+        told = try_split(usage.get(self._details_field, NULL))
+        if told is None:
+            return False
+        for name in told:
+            if name in details:
+                told[name] = details[name]
+        usage[self._details_field] = raw(told)
+        return True
+
+
+class _Flat:
+    """Of messages: three counts side by side make up the prompt, so one cannot change without another."""
+
+    def __init__(self) -> None:
+        self._decode = msgspec.json.Decoder(_MessageUsage).decode
+
+    def counts(self, usage: msgspec.Raw | bytes) -> Usage:
+        return self._decode(usage).plain()
+
+    def prompt_details(self, usage: Fields) -> Fields | None:
+        return {name: usage[name] for name in _CACHE_COUNTS if not is_absent(usage, name)} or None
+
+    def cache_hits(self, num_tokens: int) -> Fields:
+        return {_CACHE_READ: raw(num_tokens)}
+
+    def replace_details(self, usage: Fields, details: Fields) -> bool:
+        counted, told = try_decode(join(usage), _MessageUsage), try_decode(join(usage | details), _MessageUsage)
+        if is_absent(usage, _CACHE_READ) or counted is None or told is None or counted.num_prompt_tokens is None:
+            return False
+        num_cached = (told.cache_read_input_tokens or 0) + (told.cache_creation_input_tokens or 0)
+        usage.update(details)
+        usage["input_tokens"] = raw(max(0, counted.num_prompt_tokens - num_cached))
+        return True
+
+
+_CHOICES = _Nested(_ChoicesUsage, "prompt_tokens_details")
+_FORMS: dict[Api, _Form] = {
+    Api.COMPLETIONS: _CHOICES,
+    Api.CHAT_COMPLETIONS: _CHOICES,
+    Api.RESPONSES: _Nested(_ResponseUsage, "input_tokens_details"),
+    Api.MESSAGES: _Flat(),
 }
 
 
@@ -97,8 +164,12 @@ def usage_mark(api: Api) -> bytes:
 
 def parse_usage(api: Api, usage: msgspec.Raw | bytes | None) -> Usage | None:
     """Read the counts; None when they are not there or not as vLLM writes them."""
-    read = try_decode(usage, _FORMS[api]) if usage is not None else None
-    return read.plain() if read is not None else None
+    if usage is None:
+        return None
+    try:
+        return _FORMS[api].counts(usage)
+    except NOT_JSON:
+        return None
 
 
 def judge(usage: Usage | None) -> Evidence:
@@ -129,53 +200,24 @@ def judge(usage: Usage | None) -> Evidence:
 def prompt_details(api: Api, usage: msgspec.Raw) -> Fields | None:
     """What an engine's usage says of its cache, in the API's own form; None when it says nothing."""
     fields = try_split(usage)
-    if fields is None:
-        return None
-    if api is Api.MESSAGES:
-        return {name: fields[name] for name in (_CACHE_READ, _CACHE_CREATION) if not is_absent(fields, name)} or None
-    details = fields.get(_DETAILS_FIELD[api])
-    return try_split(details) or None if details is not None else None
+    return None if fields is None else _FORMS[api].prompt_details(fields)
 
 
 def cache_hits(api: Api, num_tokens: int) -> Fields:
     """The same, where only the number of prefix hits is known."""
-    return {_CACHE_READ if api is Api.MESSAGES else "cached_tokens": raw(num_tokens)}
+    return _FORMS[api].cache_hits(num_tokens)
 
 
 def for_client(api: Api, usage: msgspec.Raw, prefill_details: Fields) -> msgspec.Raw:
     """D's usage, with what P says of the prompt wherever D says something of it: as one engine alone would have told it."""
     fields = try_split(usage)
-    if fields is None:
-        return usage
-    if api is Api.MESSAGES:
-        return _message_for_client(usage, fields, prefill_details)
-    name = _DETAILS_FIELD[api]
-    details = try_split(fields[name]) if name in fields else None
-    if details is None:
-        return usage
-    details.update({key: prefill_details[key] for key in details.keys() & prefill_details.keys()})
-    fields[name] = raw(details)
-    return raw(fields)
-
-
-def _message_for_client(usage: msgspec.Raw, fields: Fields, prefill_details: Fields) -> msgspec.Raw:
-    """The three counts make up the prompt, so one cannot change without another."""
-    counted = try_decode(usage, _MessageUsage)
-    if is_absent(fields, _CACHE_READ) or counted is None or counted.num_prompt_tokens is None:
-        return usage
-    fields.update({name: prefill_details[name] for name in (_CACHE_READ, _CACHE_CREATION) if name in prefill_details})
-    told = try_decode(join(fields), _MessageUsage)
-    if told is None:
-        return usage
-    num_cached = (told.cache_read_input_tokens or 0) + (told.cache_creation_input_tokens or 0)
-    fields["input_tokens"] = raw(max(0, counted.num_prompt_tokens - num_cached))
-    return raw(fields)
+    return raw(fields) if fields is not None and _FORMS[api].replace_details(fields, prefill_details) else usage
 
 
 class UsageWatch:
     """Reads the usage that passes in one answer, and edits it for the client. One per request."""
 
-    __slots__ = ("_api", "_client_wants_usage", "_prefill_details", "usage")
+    __slots__ = ("_api", "_client_wants_usage", "_prefill_details", "has_answer", "usage")
 
     def __init__(self, api: Api, *, prefill_details: Fields | None, client_wants_usage: bool) -> None:
         self._api = api
@@ -183,6 +225,8 @@ class UsageWatch:
         """None when D had no handoff: its own count is then the client's too."""
         self._client_wants_usage = client_wants_usage
         self.usage: Usage | None = None
+        self.has_answer = False
+        """Whether what `edit_answer` got holds what an answer of the API cannot be without."""
 
     @property
     def mark(self) -> bytes:
@@ -202,7 +246,10 @@ class UsageWatch:
     def edit_answer(self, body: bytes) -> bytes:
         """A whole answer; the connector's fields stay inside."""
         fields = try_split(body)
-        return join(fields) if fields is not None and self._edit(fields) else body
+        if fields is None:
+            return body
+        self.has_answer = ANSWER_FIELD[self._api] in fields
+        return join(fields) if self._edit(fields) else body
 
     def _edit_response(self, fields: Fields) -> bool:
         """The last event of a response holds all of it, as a whole answer would."""
@@ -214,13 +261,17 @@ class UsageWatch:
 
     def _edit(self, fields: Fields) -> bool:
         is_changed = hide_handoff(self._api, fields)
-        if "usage" not in fields:
+        usage = fields.get("usage")
+        if usage is None:
             return is_changed
-        before = fields["usage"]
-        self.usage = parse_usage(self._api, before) or self.usage
-        if self._prefill_details is not None:
-            fields["usage"] = for_client(self._api, before, self._prefill_details)
-        return is_changed or fields["usage"] is not before
+        self.usage = parse_usage(self._api, usage) or self.usage
+        if self._prefill_details is None:
+            return is_changed
+        told = for_client(self._api, usage, self._prefill_details)
+        if told is usage:
+            return is_changed
+        fields["usage"] = told
+        return True
 
     def _is_ours_alone(self, fields: Fields) -> bool:
         if self._client_wants_usage or "usage" not in fields:
@@ -230,10 +281,12 @@ class UsageWatch:
 
 def hide_handoff(api: Api, fields: Fields) -> bool:
     """Take the connector's fields out of an answer, the way that an engine without one leaves them; whether there were any."""
-    found = [name for name in _HANDOFF_FIELDS if not is_absent(fields, name)]
-    for name in found:
-        if api is Api.MESSAGES:
-            del fields[name]  # What is null there is not sent at all.
-        else:
-            fields[name] = msgspec.Raw(NULL)
-    return bool(found)
+    is_changed = False
+    for name in _HANDOFF_FIELDS:
+        if fields.get(name, NULL) != NULL:
+            is_changed = True
+            if api is Api.MESSAGES:
+                del fields[name]  # What is null there is not sent at all.
+            else:
+                fields[name] = NULL
+    return is_changed

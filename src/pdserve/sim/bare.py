@@ -22,7 +22,7 @@ class BareConnection:
 
     def __init__(self, response: Response) -> None:
         self._response = response
-        self._connection = response._connection  # noqa: SLF001
+        self._connection = response.connection
         self._transport = self._connection._transport  # noqa: SLF001
 
     def write(self, data: bytes) -> None:
