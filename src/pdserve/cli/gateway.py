@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from pdserve.cli.collector import calm_collector
 from pdserve.cli.open_files import max_clients, raise_limit, shortage
 from pdserve.cli.options import config_option, environment, read_config, security_flags, security_options
 from pdserve.config import check_url, is_loopback
@@ -125,6 +126,7 @@ async def _serve(
     from pdserve.http.listener import stopped_by_signal  # noqa: PLC0415
 
     async with stopped_by_signal() as stop, _running(config, addresses, credentials, num_clients) as running:
+        calm_collector()
         stop.on_second(running.force_stop)
         asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, running.renew)
         for address in addresses:

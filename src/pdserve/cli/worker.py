@@ -7,6 +7,7 @@ import socket
 
 import click
 
+from pdserve.cli.collector import calm_collector
 from pdserve.cli.open_files import max_clients, raise_limit
 from pdserve.cli.options import environment
 
@@ -23,5 +24,6 @@ def worker(index: int, control: int) -> None:
     log_format = f"%(asctime)s %(levelname)s %(name)s [worker {index}]: %(message)s"
     logging.basicConfig(level=logging.INFO, format=log_format)
     logging.getLogger("uvicorn").setLevel(logging.WARNING)
+    calm_collector()
     sock = socket.socket(fileno=control)
     uvloop.run(serve_worker(sock, environment(), max_clients=max_clients(raise_limit())))

@@ -82,8 +82,9 @@ class Patience:
         self.last_piece_s = self._loop.time()
 
     def close(self) -> None:
-        """It has come, or is not waited for any more."""
+        """It has come, or is not waited for any more. Whoever waited is let go of: no cycle is left for the collector."""
         self._timer.cancel()
+        self._on_end = _ignore
 
     def _next_check_s(self) -> float:
         return min(self.last_piece_s + self._timeout_s, self._deadline_s)
@@ -100,3 +101,7 @@ class Patience:
             self._on_end(self._engine.timeout_of("the next piece", self._timeout_s, reason=Reason.SILENCE_TIMEOUT))
         else:
             self._on_end(self._engine.timeout_of(self._first, self._timeout_s, reason=Reason.FIRST_BYTE_TIMEOUT))
+
+
+def _ignore(_: EngineError | ClientStalled | DeadlinePassed) -> None:
+    """Nobody waits any more."""

@@ -82,7 +82,7 @@ def _first_reason(rules: _Rules, fields: Fields) -> AloneReason:
     return next(rule.reason for name, rule in rules.items() if name in fields and not rule.allows(fields[name], fields))
 
 
-# The tests
+# What a single member may be
 
 
 def _is_one_of(*values: msgspec.Raw) -> _Test:
