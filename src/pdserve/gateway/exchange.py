@@ -510,25 +510,27 @@ class Exchange:
     # Inside
 
     def _apply(self, event: Event) -> None:
-        was_holding = self._life.state in _HOLDING
         releases = self._life.apply(event)
-        prefill = self._prefill_name()
-        if prefill is not None and was_holding != (self._life.state in _HOLDING):
-            self._hold(prefill, is_held=not was_holding)
+        is_held = self._life.state in _HOLDING
+        if is_held != (self._lease is not None):
+            self._hold(is_held=is_held)
         if releases:
-            assert self._handoff is not None
-            assert self._decision is not None
-            assert prefill is not None
-            headers, avoid = self._call.engine_headers, self._decision.decode
-            self._proxy.releaser.release(self._handoff, prefill=prefill, headers=headers, avoid=avoid)
+            handoff, decision = self._handoff, self._decision
+            assert handoff is not None
+            assert isinstance(decision, RemotePrefill)
+            headers, avoid = self._call.engine_headers, decision.decode
+            self._proxy.releaser.release(handoff, prefill=decision.prefill.name, headers=headers, avoid=avoid)
             if self._life.state is State.OPEN:
                 self._handoff = None
 
-    def _hold(self, prefill: EngineName, *, is_held: bool) -> None:
+    def _hold(self, *, is_held: bool) -> None:
+        decision, handoff = self._decision, self._handoff
+        assert isinstance(decision, RemotePrefill)
+        assert handoff is not None
+        prefill = decision.prefill.name
         self._proxy.pool.hold(prefill, 1 if is_held else -1)
         if is_held:
-            assert self._handoff is not None
-            self._lease = self._proxy.leases[prefill].open(self._handoff.taken_at_s)
+            self._lease = self._proxy.leases[prefill].open(handoff.taken_at_s)
         elif self._lease is not None:
             self._lease.is_open = False
             self._lease = None

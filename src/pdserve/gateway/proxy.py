@@ -80,7 +80,7 @@ class Proxy:
 
     async def serve(self, api: Api, request: Request, response: Response) -> None:
         """Answer a client's request. Raises RequestError as long as nothing has been sent to the client."""
-        outcome = "internal"
+        outcome: str = "internal"
         try:
             await self._serve(api, request, response)
             outcome = "ok"
@@ -88,17 +88,17 @@ class Proxy:
             outcome = "disconnected"
             if response.is_client_there:
                 stop = ShuttingDown()
-                outcome = stop.reason.value
+                outcome = stop.reason
                 if response.is_started:
                     _tell_in_stream(api, response, stop)
             raise
         except RequestError as exc:
-            outcome = exc.reason.value
+            outcome = exc.reason
             if not response.is_started:
                 raise
             _tell_in_stream(api, response, exc)
         finally:
-            self.tally.count(REQUESTS, api.value, outcome)
+            self.tally.count(REQUESTS, api, outcome)
 
     async def answer(self, call: Call, reply: Reply) -> None:
         """Answer one call. Raises RequestError, also when the reply has started."""

@@ -373,7 +373,7 @@ class ServerConnection(asyncio.Protocol):
         request.keep_alive = request.knows_chunks and self._parser.should_keep_alive()  # llhttp knows it only here.
         self._drop_body()
         self._is_deaf = not request.keep_alive
-        if self._task is None and not self._is_write_paused:
+        if self._is_between_answers and not self._waiting and not self._is_write_paused:
             self._answer(request)
         else:
             self._queue(request)
@@ -577,9 +577,11 @@ class ServerConnection(asyncio.Protocol):
 
     def _answered(self, task: asyncio.Task[None]) -> None:
         self._state.tasks.discard(task)
-        self._task = None
         if not task.cancelled() and (error := task.exception()) is not None:
             _logger.error("the application failed", exc_info=error)
+        if task is not self._task:
+            return  # Its answer was whole already, and the client's next request came faster than this.
+        self._task = None
         if self.is_closing:
             return
         if not self._has_ended_response:
