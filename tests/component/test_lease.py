@@ -16,6 +16,7 @@ from pdserve.config import Config, RetriesConfig, TimeoutsConfig
 from pdserve.core import EngineAddress, EngineName, Role
 from pdserve.engine.scrape import parse_counters
 from pdserve.engine.transport import EngineClient
+from pdserve.errors import Reason
 from pdserve.gateway.lease import Leases
 from pdserve.http.listener import Listener, bind
 from pdserve.launch.ports import any_free_port
@@ -130,6 +131,26 @@ async def test_a_d_that_stands_still_after_its_first_lease_is_not_believed(strea
         await deployment.settle()
 
 
+async def test_a_strangers_lease_costs_a_second_try_and_one_salt() -> None:
+    """Nobody can tell that it was not theirs: whole answers are asked for again, all of them, and D's cache is left once."""
+    engines = dataclasses.replace(_ENGINES, num_blocks=72, timing=Timing(decode_step_s=0.25))
+    async with split(settings=engines, timeouts=_TIMEOUTS) as deployment:
+        body = _body(max_tokens=12)
+        expected = await _alone(deployment, body)
+        asking = [asyncio.ensure_future(deployment.client.post("/v1/completions", json=body)) for _ in range(3)]
+        async with httpx.AsyncClient(base_url=deployment.prefill.url) as client:
+            orphan = {"do_remote_decode": True, "do_remote_prefill": False}
+            await client.post("/v1/completions", json=_body(max_tokens=1, kv_transfer_params=orphan))
+        answers = await asyncio.gather(*asking)
+        assert {_text_of(answer) for answer in answers} == {expected}
+        assert {_record(deployment, answer).num_failed_legs for answer in answers} == {1}
+        salt = deployment.gateway.pool.cache_salt(EngineName("decode-0"))
+        assert salt is not None
+        deployment.gateway.pool.report_wrong_text(EngineName("decode-0"), Reason.STALE_HANDOFF, salt=None)
+        assert deployment.gateway.pool.cache_salt(EngineName("decode-0")) == salt
+        await deployment.settle()
+
+
 async def test_what_d_cached_of_a_stale_read_is_never_found_again() -> None:
     """vLLM caches the pulled blocks under the prompt's hash: the next request with that prefix must not meet them."""
     engines = dataclasses.replace(_ENGINES, block_size=4, num_blocks=72)
@@ -206,6 +227,20 @@ async def test_a_p_whose_leases_all_end_soon_is_asked_nothing() -> None:
             await asyncio.sleep(0.03)
             lease.is_open = False
         assert prefill.num_asked == 0
+
+
+async def test_what_p_said_in_an_earlier_life_proves_nothing() -> None:
+    """It counts from nothing again, and stays below what it had counted before for long."""
+    async with (
+        Listener(_Prefill(5, None, 1), bind("127.0.0.1", 0)) as listener,
+        _leases_on(listener.url, 0.4) as leases,
+    ):
+        before = leases.open(time.monotonic())
+        await _until_over(before)
+        before.is_open = False
+        lease = leases.open(time.monotonic())
+        await _until_over(lease)
+        assert not await leases.is_kept(lease)
 
 
 async def test_an_engine_that_is_gone_gave_its_blocks_to_nobody() -> None:

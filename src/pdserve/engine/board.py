@@ -21,6 +21,7 @@ class Board:
     """One worker's view."""
 
     def __init__(self, memory: mmap.mmap | bytearray, *, num_engines: int, worker: int = 0) -> None:
+        self.worker = worker
         cells = memoryview(memory).cast("q")
         row = _row_cells(num_engines)
         rows = cells[_LINE_CELLS:]

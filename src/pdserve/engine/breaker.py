@@ -38,7 +38,6 @@ class Breaker:
         "_num_trying",
         "_open_s",
         "_opened_at_s",
-        "num_openings",
         "state",
     )
 
@@ -50,7 +49,6 @@ class Breaker:
         self._open_s = config.open
         self._opened_at_s = 0.0
         self.state = BreakerState.CLOSED
-        self.num_openings = 0
 
     @property
     def lets_through(self) -> bool:
@@ -90,7 +88,6 @@ class Breaker:
             return False
         self.state = BreakerState.OPEN
         self._opened_at_s = self._clock()
-        self.num_openings += 1
         return True
 
     def reset(self) -> None:

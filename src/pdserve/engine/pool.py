@@ -311,18 +311,20 @@ class EnginePool:
         """What every request to a decode engine must add to its cache salt; None: nothing."""
         return self._board.salt(self._members[name].index)
 
-    def report_wrong_text(self, name: EngineName, reason: Reason) -> None:
-        """A decode engine read KV that was not its request's.
+    def report_wrong_text(self, name: EngineName, reason: Reason, *, salt: str | None) -> None:
+        """A decode engine read KV that was not its request's, or may have; `salt` is what that request carried.
 
         vLLM has put those blocks into its prefix cache under the prompt's hash by then (0.32, v1/core/sched/scheduler.py,
         _update_waiting_for_remote_kv), where every later request with that prefix would find them. From now on all requests
-        to the engine carry a salt, with which nothing of before is found.
+        to the engine carry another salt, with which nothing of before is found. Of many that were sent with the same salt
+        only the first one changes it.
         """
         self._tally.count(ENGINE_FAILURES, name, reason)
+        if salt != self.cache_salt(name):
+            return
         self._board.renew_salt(self._members[name].index)
-        _logger.error(
-            "%s read KV of another request (%s): what its prefix cache holds is not used any more", name, reason
-        )
+        message = "%s may have read KV of another request (%s): what its prefix cache holds is not used any more"
+        _logger.error(message, self._members[name].client.address, reason)
 
     def check_handoff_host(self, name: EngineName, handoff: Handoff) -> None:
         """Refuse a handoff that would make D connect anywhere but to P. Raises UnusableHandoff."""

@@ -117,12 +117,8 @@ class EngineClient:
         return self._whole(request, timeout_s=timeout_s, timeout_reason=timeout_reason, on_late=on_late)
 
     def try_connect(self) -> ClientConnection | None:
-        """A connection for `send` or `ask` that is there already."""
+        """A connection for `send` or `ask` that is there already; the caller aborts it unless it is used."""
         return self._pool.try_acquire()
-
-    async def connect(self) -> ClientConnection:
-        """A connection for `send` or `ask`; the caller aborts it unless it is used. Raises EngineError or OutOfSockets."""
-        return self._pool.try_acquire() or await self._connect()
 
     def send(
         self,
@@ -207,7 +203,7 @@ class EngineClient:
         on_late: Callable[[Answer], None] | None = None,
     ) -> Answer:
         """An answer; a connection that the engine closed just as it was used again is replaced, once."""
-        connection = self._pool.try_acquire() or await self._connect()
+        connection = self._pool.try_acquire() or await self.connect()
         while True:
             answer = WholeAnswer(self._loop.create_future())
             connection.send(request, answer)
@@ -218,7 +214,7 @@ class EngineClient:
                     raise self.error_of(exc) from exc
             except ProtocolViolated as exc:
                 raise self.error_of(exc) from exc
-            connection = await self._connect()
+            connection = await self.connect()
 
     async def _taken(
         self,
@@ -249,7 +245,8 @@ class EngineClient:
         else:
             connection.abort()
 
-    async def _connect(self) -> ClientConnection:
+    async def connect(self) -> ClientConnection:
+        """A new connection, where there is none already. Raises EngineError or OutOfSockets."""
         try:
             async with asyncio.timeout(self._connect_timeout_s):
                 return await self._pool.connect()

@@ -74,7 +74,9 @@ class Exchange:
         self._account = Account(call, clock=proxy.clock)
         self._watch: UsageWatch | None = None
         self._connection: ClientConnection | None = None
-        """To D, in this attempt."""
+        """To D, until it has answered."""
+        self._salt: str | None = None
+        """That D has with this request."""
         self._lease: Lease | None = None
         """Of the handoff in hand, until D has answered."""
 
@@ -149,7 +151,7 @@ class Exchange:
         return True
 
     async def _ask_prefill(self, prefill: EngineAddress, leg: Body) -> Answer:
-        timeout_s = self._bounded(self._proxy.timeouts.prefill)
+        timeout_s, is_all_left = self._bounded(self._proxy.timeouts.prefill)
         try:
             with self._proxy.pool.leg(prefill.name) as client:
                 answer = await client.post(
@@ -161,8 +163,9 @@ class Exchange:
                     timeout_reason=Reason.PREFILL_TIMEOUT,
                     on_late=self._take_late_handoff,
                 )
-        except EngineTimeout:
-            self._bounded(timeout_s)  # The whole request's time may have run out with it.
+        except EngineTimeout as exc:
+            if is_all_left and exc.reason is Reason.PREFILL_TIMEOUT:
+                raise DeadlinePassed(self._proxy.timeouts.total) from exc
             raise
         if answer.status != _OK:
             raise _engine_status(client, answer)
@@ -259,6 +262,7 @@ class Exchange:
         try:
             with self._proxy.pool.leg(client.address.name):
                 answer = await (self._stream if self._call.facts.is_stream else self._ask_decode)(client, connection)
+                self._connection = None  # It may be another request's by now.
             if answer is not None:
                 body = await self._checked(client, answer)
         except EngineError as exc:
@@ -274,28 +278,19 @@ class Exchange:
 
     async def _ask_decode(self, client: EngineClient, connection: ClientConnection) -> Answer:
         """The whole answer, a 200. Raises EngineError or DeadlinePassed."""
-        call, timeout_s = self._call, self._proxy.timeouts.whole_answer
+        call = self._call
+        timeout_s, is_all_left = self._bounded(self._proxy.timeouts.whole_answer)
         self._watch_usage()
-        asked = client.ask(
-            connection,
-            call.api,
-            self._decode_leg(client),
-            request_id=call.request_id.encode(),
-            headers=call.engine_headers,
-        )
+        leg, request_id = self._decode_leg(client), call.request_id.encode()
+        asked = client.ask(connection, call.api, leg, request_id=request_id, headers=call.engine_headers)
         self._decode_sent()
         try:
-            try:
-                answer = await client.take(
-                    asked,
-                    connection,
-                    timeout_s=min(timeout_s, self._deadline_s - self._account.mark_s),
-                    timeout_reason=Reason.FIRST_BYTE_TIMEOUT,
-                )
-            except EngineTimeout:
-                self._bounded(timeout_s)  # The whole request's time may have run out with it.
-                raise
-        except (EngineError, DeadlinePassed) as exc:
+            answer = await client.take(asked, connection, timeout_s=timeout_s, timeout_reason=Reason.FIRST_BYTE_TIMEOUT)
+        except EngineTimeout as exc:
+            error = DeadlinePassed(self._proxy.timeouts.total) if is_all_left else exc
+            self._decode_failed(client, error)
+            raise error from exc
+        except EngineError as exc:
             self._decode_failed(client, exc)
             raise
         return self._answered_ok(client, answer)
@@ -344,7 +339,7 @@ class Exchange:
 
     def _decode_leg(self, client: EngineClient) -> Body:
         call, fields = self._call, self._call.fields
-        salt = self._proxy.pool.cache_salt(client.address.name)
+        salt = self._salt = self._proxy.pool.cache_salt(client.address.name)
         if salt is not None:
             fields = openai.with_cache_salt(fields, salt)
         if self._handoff is not None:
@@ -414,7 +409,7 @@ class Exchange:
         if not isinstance(error, EngineError) or (isinstance(error, EngineStatus) and _is_clients_fault(error.status)):
             return
         if error.reason in WRONG_TEXT:
-            self._proxy.pool.report_wrong_text(name, error.reason)
+            self._proxy.pool.report_wrong_text(name, error.reason, salt=self._salt)
             if prefill is not None and error.reason is Reason.WRONG_CONTEXT:
                 self._proxy.pool.report_pair_failure(prefill, name, str(error))
         elif prefill is not None and event is Event.DECODE_LOST and not self._is_gone(error):
@@ -547,12 +542,15 @@ class Exchange:
         """The P whose handoff is or was in hand in this attempt."""
         return self._decision.prefill.name if isinstance(self._decision, RemotePrefill) else None
 
-    def _bounded(self, timeout_s: float) -> float:
-        """A deadline, or what is left of the whole request's. Raises DeadlinePassed."""
+    def _bounded(self, timeout_s: float) -> tuple[float, bool]:
+        """How long a leg may take, and whether that is all that is left to the whole request. Raises DeadlinePassed.
+
+        Which of the two it was is settled before the wait: a timer may ring a little early.
+        """
         left_s = self._deadline_s - self._proxy.clock()
         if left_s <= 0:
             raise DeadlinePassed(self._proxy.timeouts.total)
-        return min(timeout_s, left_s)
+        return (left_s, True) if left_s < timeout_s else (timeout_s, False)
 
 
 def _is_clients_fault(status: int) -> bool:

@@ -226,7 +226,7 @@ class Passthrough:
     async def _connect(self, client: EngineClient) -> ClientConnection:
         """Only an engine that cannot be connected to may be another process by now. Raises EngineError or OutOfSockets."""
         try:
-            return await client.connect()
+            return client.try_connect() or await client.connect()
         except EngineError as exc:
             may_be_another = isinstance(exc, EngineUnreachable)
             self._pool.report_unreachable(client.address.name, may_be_another=may_be_another)

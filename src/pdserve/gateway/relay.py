@@ -31,7 +31,7 @@ _MAX_HELD_BYTES = 1024 * 1024
 """Of events that carry nothing of the answer yet. The Responses API's first ones repeat the request's tools."""
 
 
-class Exam(Protocol):
+class AnswerChecks(Protocol):
     """What the relay asks before and while an answer goes out."""
 
     def stream_starts(self) -> Headers:
@@ -54,12 +54,12 @@ class Relay:
     __slots__ = (
         "_api",
         "_check",
+        "_checks",
         "_connection",
         "_early",
         "_engine",
         "_error_marks",
         "_events",
-        "_exam",
         "_has_ended_early",
         "_headers",
         "_held",
@@ -82,7 +82,7 @@ class Relay:
         engine: EngineClient,
         watch: UsageWatch,
         connection: ClientConnection,
-        exam: Exam,
+        checks: AnswerChecks,
         *,
         api: Api,
         loop: asyncio.AbstractEventLoop,
@@ -97,7 +97,7 @@ class Relay:
         self._api = api
         self._engine = engine
         self._watch = watch
-        self._exam = exam
+        self._checks = checks
         self._check: asyncio.Task[EngineError | None] | None = None
         self._early: list[bytes] = []
         """What came of the stream while that was found out."""
@@ -240,7 +240,7 @@ class Relay:
     def _edit(self, event: bytes) -> bytes:
         """An event with usage, for the client; with the wrong usage it is the end."""
         edited = self._watch.edit_event(event)
-        error = self._exam.wrong_usage()
+        error = self._checks.wrong_usage()
         if error is not None:
             self._cut(error)
             return b""
@@ -268,7 +268,7 @@ class Relay:
             self._held += event
         if not has_content:
             return b""
-        check = self._exam.lease_check()
+        check = self._checks.lease_check()
         if check is None:
             return self._start()
         self._wait_for(check)
@@ -278,7 +278,7 @@ class Relay:
         """Send the head; gives what was held back."""
         self._patience.begin()
         headers = [(b"content-type", content_type_of(self._headers)), (b"cache-control", b"no-cache")]
-        self._reply.start(_OK, headers + self._exam.stream_starts(), source=self)
+        self._reply.start(_OK, headers + self._checks.stream_starts(), source=self)
         self._is_plain = True
         held, self._held = self._held, b""
         return held

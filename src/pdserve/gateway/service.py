@@ -114,7 +114,8 @@ async def running_gateway(
     pool = EnginePool(engines, config, tally, access=credentials.engines, clock=clock, board=board)
     journal = Journal(tally)
     releaser = Releaser(pool, tally)
-    proxy = Proxy(config, pool, RoundRobin(), journal, releaser, tally=tally, credentials=credentials, clock=clock)
+    policy = RoundRobin(first_turn=board.worker if board is not None else 0)
+    proxy = Proxy(config, pool, policy, journal, releaser, tally=tally, credentials=credentials, clock=clock)
     client = Listener(
         ClientApp(proxy, pool).router(guard=proxy.admit),
         sockets[0],

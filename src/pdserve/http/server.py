@@ -218,7 +218,7 @@ class ServerConnection(asyncio.Protocol):
         self._silent_bytes = 0
         self._is_in_message = False
         self._is_in_body = False
-        self._is_timed = False
+        self._are_headers_timed = False
         self._is_body_timed = False
         self._owes_continue = False
         self._url = b""
@@ -246,7 +246,7 @@ class ServerConnection(asyncio.Protocol):
     def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002
         self._state.connections.discard(self)
         self.is_closing = True
-        self._drop_timer()
+        self._cancel_timer()
         self._stop_drain_timer()
         self._stop_unread_watch()
         if self._hang_up is not None:
@@ -314,7 +314,7 @@ class ServerConnection(asyncio.Protocol):
         self._headers = []
         self._header_bytes = 0
         self._num_headers = 0
-        self._is_timed = self._is_body_timed = False
+        self._are_headers_timed = self._is_body_timed = False
 
     def on_url(self, url: bytes) -> None:
         self._has_news = True
@@ -483,8 +483,8 @@ class ServerConnection(asyncio.Protocol):
         Most requests come whole, and are not waited for at all.
         """
         if not self._is_in_body:
-            if not self._is_timed:
-                self._is_timed = True
+            if not self._are_headers_timed:
+                self._are_headers_timed = True
                 self._start_timer(HEADER_TIMEOUT_S, self._time_out)
         elif not self._is_body_timed:
             self._is_body_timed = True
@@ -552,7 +552,7 @@ class ServerConnection(asyncio.Protocol):
             self._unread = None
 
     def _answer(self, request: Request) -> None:
-        self._stop_timer()
+        self._await_nothing()
         response = self._response = Response(
             self, request.method == b"HEAD", knows_chunks=request.knows_chunks, keep_alive=request.keep_alive
         )
@@ -637,7 +637,7 @@ class ServerConnection(asyncio.Protocol):
 
     def _close(self, *, lingers: bool = False) -> None:
         self.is_closing = True
-        self._stop_timer()
+        self._await_nothing()
         self._stop_drain_timer()
         transport = self._transport
         if transport is None or transport.is_closing():
@@ -704,10 +704,11 @@ class ServerConnection(asyncio.Protocol):
         else:
             on_due()
 
-    def _stop_timer(self) -> None:
+    def _await_nothing(self) -> None:
         self._on_due = None
 
-    def _drop_timer(self) -> None:
+    def _cancel_timer(self) -> None:
+        self._on_due = None
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None

@@ -27,9 +27,10 @@ class Policy(Protocol):
 class RoundRobin:
     """Turns are counted per role, so that an even load stays even on both sides."""
 
-    def __init__(self) -> None:
-        self._prefill_turns = itertools.count()
-        self._decode_turns = itertools.count()
+    def __init__(self, *, first_turn: int = 0) -> None:
+        """Several that share engines and start at the same turn would all go to the same engine at once."""
+        self._prefill_turns = itertools.count(first_turn)
+        self._decode_turns = itertools.count(first_turn)
 
     def decide(self, facts: RequestFacts, engines: Sequence[EngineSnapshot]) -> Decision:
         """Where one request goes. Raises NoEligibleEngine when no decode engine is healthy."""

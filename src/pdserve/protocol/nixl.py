@@ -166,7 +166,7 @@ def _num_blocks(block_ids: msgspec.Raw) -> int:
 def _without_hiding_key(params: msgspec.Raw) -> msgspec.Raw:
     """vLLM 0.32 writes it last, with a number: there it is cut off, and with it the brace. Raises UnusableHandoff."""
     before, member, rest = bytes(params).rpartition(_HIDING_MEMBER)
-    if member and rest[:-1].isdigit() and before.isascii():
+    if member and rest[:-1].isdigit() and before.isascii() and _HIDING_MEMBER not in before:
         return msgspec.Raw(before + b"}")
     fields = try_split(params)
     if fields is None:

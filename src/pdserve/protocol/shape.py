@@ -36,7 +36,7 @@ params, handoff included (0.32, responses/serving.py, _generate_with_builtin_too
 UNREPEATABLE = frozenset({AloneReason.PREVIOUS_RESPONSE, AloneReason.BACKGROUND, AloneReason.BUILTIN_TOOLS})
 """Requests not to be sent to another engine after one that failed: no other engine knows the response that this one follows, a
 background response goes on in the engine that took it, and built-in tools act on the world."""
-_LIST_OF_PROMPTS = re.compile(rb'\[\s*["\[]')
+_LIST_OF_TEXTS_OR_LISTS = re.compile(rb'\[\s*["\[]')
 
 
 class _Typed(msgspec.Struct, frozen=True):
@@ -103,7 +103,7 @@ def _is_number_or_null(value: msgspec.Raw, _: Fields) -> bool:
 
 def _is_one_prompt(prompt: msgspec.Raw, _: Fields) -> bool:
     """Token ids are one prompt, however many; only a list of texts or of lists can be several."""
-    if _LIST_OF_PROMPTS.match(prompt) is None or is_list_of_one_list(prompt):
+    if _LIST_OF_TEXTS_OR_LISTS.match(prompt) is None or is_list_of_one_list(prompt):
         return True
     prompts = try_list(prompt)
     return prompts is not None and len(prompts) == 1

@@ -48,12 +48,7 @@ class EventRelay:
 
     def is_plain(self, data: bytes) -> bool:
         """Whether a piece is whole events as they should be, with nothing to edit: `feed` would give it back as it is."""
-        return (
-            data.endswith(_OBJECT_END)
-            and self._mark not in data
-            and not self._pending
-            and data.count(b"\n\n") == data.count(_OBJECT_END)
-        )
+        return data.endswith(_OBJECT_END) and self._mark not in data and not self._pending and look_sound(data)
 
     def feed(self, data: bytes) -> bytes:
         """Whole events, edited where they hold usage; an unfinished one waits for its rest. Raises EventTooLong."""
@@ -102,7 +97,7 @@ def split_events(data: bytes) -> list[bytes]:
 
 def look_sound(events: bytes) -> bool:
     """Whether every event ends as an object does; two searches, cheap enough for each piece of a stream."""
-    return events.count(b"\n\n") == events.count(b"}\n\n")
+    return events.count(b"\n\n") == events.count(_OBJECT_END)
 
 
 def is_sound(event: bytes) -> bool:
