@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import os
 import re
+import resource
 import signal
+import socket
 import ssl
 import sys
 from dataclasses import dataclass, field
@@ -18,12 +21,17 @@ import pytest
 import trustme
 
 from deployment import isolated_env
-from pdserve.config import Config, GatewayConfig
+from pdserve.config import Config, GatewayConfig, parse_config
 from pdserve.core import EngineAddress, EngineName, Role
 from pdserve.engine.board import Board, open_shared
 from pdserve.errors import LaunchError, Reason
 from pdserve.gateway.service import bind_gateway, running_gateway
+from pdserve.gateway.workers import crew
+from pdserve.gateway.workers import link as wire
 from pdserve.gateway.workers.front import running_front
+from pdserve.gateway.workers.intake import Intake, hand_over
+from pdserve.gateway.workers.link import link_to_front, link_to_worker
+from pdserve.http.listener import Listener, bind
 from pdserve.protocol.admin import GatewayStatus, RequestRecord
 from pdserve.sim.faults import parse_fault
 from pdserve.sim.settings import EngineSettings, Timing
@@ -35,9 +43,12 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence
     from pathlib import Path
 
+    from pdserve.errors import RequestError
+    from pdserve.http.server import Request, Response
     from pdserve.sim.stand_in import StandIn
 
 _START_S = 15.0
+_DECODE = EngineAddress(EngineName("decode-0"), Role.DECODE, "http://127.0.0.1:9")
 _UNHURRIED = EngineSettings(model=MODEL, max_model_len=2048, num_blocks=512, timing=Timing(decode_step_s=0.05))
 _WHOLE: dict[str, Any] = {"model": MODEL, "prompt": "How do two workers share a port?", "max_tokens": 4}
 _STREAM: dict[str, Any] = _WHOLE | {"max_tokens": 20, "stream": True}
@@ -290,8 +301,163 @@ async def test_a_gateway_whose_workers_cannot_start_says_so() -> None:
     addresses = [EngineAddress(EngineName("decode-0"), Role.DECODE, "http://127.0.0.1:9")]
     command = (sys.executable, "-I", "-S", "-c", "import sys; sys.exit(3)")
     with pytest.raises(LaunchError, match=r"worker \d \(pid \d+\) ended with status 3 before it served"):
-        async with running_front(config, addresses, bind_gateway(config), command=command):
-            pytest.fail("nobody is there to serve")
+        async with running_front(config, addresses, bind_gateway(config), command=command) as front:
+            await front.until_up()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+async def test_a_signal_stops_a_gateway_whose_workers_still_start(tmp_path: Path, number: signal.Signals) -> None:
+    """At once: they have no clients yet."""
+    (tmp_path / "sitecustomize.py").write_text(
+        "import sys, time\nif 'gateway-worker' in sys.orig_argv:\n    print('starts', flush=True)\n    time.sleep(600)\n"
+    )
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "pdserve", "gateway", "--workers", "2", "--port", "0", "--admin-port", "0"),
+        *("--decode", "http://127.0.0.1:9"),
+        cwd=tmp_path,
+        env=isolated_env(tmp_path / "state") | {"PYTHONPATH": str(tmp_path)},
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.STDOUT,
+    )
+    gateway = _Gateway(process)
+    for _ in range(2):
+        await gateway.until("starts\n")
+    process.send_signal(number)
+    assert await gateway.ended() == 0
+    assert "Traceback" not in gateway.said
+
+
+async def test_a_silent_worker_gets_no_new_clients_until_it_answers(tmp_path: Path) -> None:
+    """Nobody has to ask for it; a drain that it did not take is an error, and it takes it in the end."""
+    async with _gateway(tmp_path) as (gateway, _), gateway.clients(1) as (first,):
+        assert (await _ask(first)).status_code == 200
+        hung = (await gateway.pids())[0]
+        os.kill(hung, signal.SIGSTOP)
+        try:
+            await gateway.until(rf"\(pid {hung}\) has not answered for 5 s; it gets no new clients until it does\n")
+            async with gateway.clients(4) as clients:
+                assert {(await _ask(client)).status_code for client in clients} == {200}
+            assert [worker.state for worker in (await gateway.status()).workers] == ["silent", "serving"]
+            refused = await gateway.admin.post("/drain/prefill-0")
+            assert refused.status_code == 500
+            assert f"worker 0 (pid {hung}) did not answer" in refused.text
+        finally:
+            os.kill(hung, signal.SIGCONT)
+        await gateway.until(rf"\(pid {hung}\) answers again\n")
+        async with gateway.clients(2) as clients:
+            answers = [await _ask(client) for client in clients]
+        assert [answer.headers["x-pdserve-prefill"] for answer in answers] == ["alone", "alone"]
+        assert {worker.state for worker in (await gateway.status()).workers} == {"serving"}
+
+
+async def test_a_worker_that_stays_silent_is_killed_and_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While it is there, and nobody else, clients wait for the next one."""
+    for name, value in (("ASK_EVERY_S", 0.01), ("ANSWER_TIMEOUT_S", 0.5), ("HUNG_S", 0.1)):
+        monkeypatch.setattr(crew, name, value)
+    async with contextlib.AsyncExitStack() as stack:
+        decode = await stack.enter_async_context(run_stand_in("kv_consumer", SETTINGS))
+        addresses = [EngineAddress(EngineName("decode-0"), Role.DECODE, decode.url)]
+        config = Config(gateway=GatewayConfig(port=0, admin_port=0, workers=2), timeouts=TIMEOUTS)
+        command = (sys.executable, "-m", "pdserve", "gateway-worker")
+        front = await stack.enter_async_context(running_front(config, addresses, bind_gateway(config), command=command))
+        await front.until_up()
+        hung = [place.process for place in front.crew.places]
+        for process in hung:
+            assert process is not None
+            process.send_signal(signal.SIGSTOP)
+        async with asyncio.timeout(_START_S):
+            while any(place.process in hung or not place.takes_clients for place in front.crew.places):
+                await front.changed.wait()
+                front.changed.clear()
+        assert [place.num_restarts for place in front.crew.places] == [1, 1]
+        client = await stack.enter_async_context(httpx.AsyncClient(base_url=front.url, timeout=30))
+        assert (await client.get("/healthcheck")).status_code == 200
+
+
+async def test_a_configuration_comes_to_a_worker_as_it_is() -> None:
+    """A limit of `inf` too, for which JSON has no word; and whoever is cut off has said nothing."""
+    ours, theirs = socket.socketpair()
+    front, worker = await link_to_worker(ours), await link_to_front(theirs)
+    config = parse_config({"timeouts": {"total": math.inf}, "decode": {"urls": ["http://127.0.0.1:9"]}}, source="test")
+    begin = wire.Begin(
+        config=config, engines=[_DECODE], worker=0, num_workers=2, board_descriptor=3, intake_descriptor=4
+    )
+    async with contextlib.AsyncExitStack() as stack:
+        stack.push_async_callback(worker.close)
+        stack.push_async_callback(front.close)
+        front.send(begin)
+        assert await worker.receive() == begin
+        await front.flush()
+        ours.send(b"\x00\x00\x00\x09half")
+        await front.close()
+        assert await worker.receive() is None
+
+
+@pytest.mark.parametrize("is_tls", [False, True])
+async def test_whoever_was_handed_over_is_answered_by_a_worker_that_stops(*, is_tls: bool) -> None:
+    """Its connection was accepted, and no client sends a first request again."""
+    authority = trustme.CA()
+    tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    authority.issue_cert("127.0.0.1").configure_cert(tls)
+    trust = ssl.create_default_context()
+    authority.configure_trust(trust)
+    channel, theirs = socket.socketpair()
+    with channel, bind("127.0.0.1", 0) as door:
+        door.listen()
+        host, port = door.getsockname()
+        how: dict[str, Any] = {"ssl": trust, "server_hostname": host} if is_tls else {}
+        async with Listener(_Greeter(), None, tls=tls if is_tls else None, shutdown_s=5) as listener:
+            intake = Intake(theirs, listener.take)
+            asking = [asyncio.create_task(_get(host, port, **how)) for _ in range(8)]
+            for _ in asking:
+                connection, _ = await asyncio.get_running_loop().sock_accept(door)
+                with connection:
+                    assert hand_over(channel, connection)
+            channel.close()
+            await intake.closed.wait()
+        async with asyncio.timeout(_START_S):
+            answers = await asyncio.gather(*asking)
+        assert {answer.split(b"\r\n")[0] for answer in answers} == {b"HTTP/1.1 200 OK"}
+
+
+async def test_a_client_that_a_worker_cannot_take_is_told_of(caplog: pytest.LogCaptureFixture) -> None:
+    """The kernel drops its connection where the worker may open no more files."""
+    channel, theirs = socket.socketpair()
+    with channel:
+        taken: list[socket.socket] = []
+        intake = Intake(theirs, taken.append)
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        assert hand_over(channel, theirs)
+        channel.close()
+        resource.setrlimit(resource.RLIMIT_NOFILE, (0, hard))
+        try:
+            await intake.closed.wait()
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert not taken
+    assert "a client was lost on its way from the front: this worker may open no more than 0 files" in caplog.text
+
+
+class _Greeter:
+    """Says so."""
+
+    async def handle(self, request: Request, response: Response) -> None:
+        assert request.path == b"/"
+        response.send(200, [], b"hello")
+
+    def render_error(self, error: RequestError) -> tuple[list[tuple[bytes, bytes]], bytes]:
+        raise AssertionError(error)
+
+
+async def _get(host: str, port: int, **how: Any) -> bytes:
+    """The whole answer to a request for a connection's only one."""
+    reader, writer = await asyncio.open_connection(host, port, **how)
+    writer.write(b"GET / HTTP/1.1\r\nhost: test\r\nconnection: close\r\n\r\n")
+    answer = await reader.read()
+    writer.close()
+    with contextlib.suppress(ConnectionError, ssl.SSLError):
+        await writer.wait_closed()
+    return answer
 
 
 async def test_a_worker_sees_the_load_and_the_salts_of_the_others() -> None:
@@ -316,6 +482,6 @@ async def test_a_worker_sees_the_load_and_the_salts_of_the_others() -> None:
             await stream
         assert [pool.snapshots()[0].num_in_flight for pool in pools] == [0, 0]
         assert [pool.cache_salt(name) for pool in pools] == [None, None]
-        pools[0].report_wrong_text(name, Reason.WRONG_CONTEXT)
+        pools[0].report_wrong_text(name, Reason.WRONG_CONTEXT, salt=None)
         (salt,) = {pool.cache_salt(name) for pool in pools}
         assert salt is not None

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from typing import TYPE_CHECKING
+from unittest.mock import Mock
 
 import msgspec
 import pytest
@@ -12,10 +14,11 @@ from pdserve.config import AdmissionConfig, Config, parse_config
 from pdserve.core import EngineAddress, EngineName, PrefillPlace, Role
 from pdserve.engine.board import Board, open_shared
 from pdserve.errors import ConfigError
+from pdserve.gateway.workers.crew import Place, in_turn
 from pdserve.gateway.workers.merge import merge_engine, merge_records, merge_status
 from pdserve.gateway.workers.worker import share_of
 from pdserve.protocol.admin import EngineInfo, GatewayStatus, PairInfo, Phases, RequestRecord, WorkerInfo
-from pdserve.telemetry.metrics import PREFILLS, RELEASES, REQUESTS
+from pdserve.telemetry.metrics import BREAKER_OPENED, ENGINE_RESTARTS, PREFILLS, RELEASES, REQUESTS
 from pdserve.telemetry.tally import Tally
 
 if TYPE_CHECKING:
@@ -95,11 +98,11 @@ def test_more_workers_than_seats_are_refused() -> None:
 
 
 def test_counts_travel_and_add_up() -> None:
-    """Through JSON, as they come from a worker."""
+    """As they come from a worker."""
     tally, total = Tally(), Tally()
     tally.count(REQUESTS, "/v1/completions", "ok")
     tally.count(PREFILLS, PrefillPlace.REMOTE)
-    dump = msgspec.json.decode(msgspec.json.encode(tally.dump()), type=list[tuple[str, tuple[str, ...], int]])
+    dump = msgspec.msgpack.decode(msgspec.msgpack.encode(tally.dump()), type=list[tuple[str, tuple[str, ...], int]])
     total.include(dump)
     total.include(dump)
     assert total.value(REQUESTS, "/v1/completions", "ok") == 2
@@ -151,6 +154,51 @@ def test_without_any_worker_the_engines_are_still_named() -> None:
     merged = merge_status([], [_worker(state="ended")], Tally(), [_DECODE])
     assert (merged.status, merged.split) == ("starting", "unproven")
     assert [engine.cause for engine in merged.engines] == ["no worker of the gateway serves"]
+
+
+def test_an_event_that_all_workers_see_is_counted_once() -> None:
+    """An engine restarts once, however many look at it; what each does itself adds up."""
+    tallies = [Tally(), Tally(), Tally()]
+    for tally in tallies:
+        tally.count(ENGINE_RESTARTS, "decode-0")
+        tally.count(BREAKER_OPENED, "decode-0")
+    tallies[1].count(ENGINE_RESTARTS, "decode-0")
+    total = Tally.joined(tally.dump() for tally in tallies)
+    assert total.value(ENGINE_RESTARTS, "decode-0") == 2
+    assert total.value(BREAKER_OPENED, "decode-0") == 3
+
+
+def test_those_that_serve_take_turns_without_the_one_that_is_gone() -> None:
+    """Its turns are not its neighbour's."""
+    places = [_place(index, "serving") for index in (0, 2, 3)]
+    places.insert(1, Place(1, Mock()))
+    firsts = Counter(in_turn(places, turn)[0].index for turn in range(300))
+    assert firsts == {0: 100, 2: 100, 3: 100}
+
+
+def test_one_that_starts_gets_clients_where_nobody_serves() -> None:
+    """And where those that serve take none; one that is not up, or leaves, gets none."""
+    starting, serving, leaving = _place(0, "up"), _place(1, "serving"), _place(2, "leaving")
+    assert in_turn([starting, serving, leaving, _place(3, "there")], 7) == [serving, starting]
+    assert in_turn([starting, leaving], 7) == [starting]
+    assert in_turn([leaving], 7) == []
+
+
+def test_one_that_leaves_does_not_serve_again() -> None:
+    """Whatever it may say of its engines meanwhile."""
+    place = _place(0, "leaving")
+    place.became_ready()
+    assert (place.state, place.takes_clients, place.can_be_asked) == ("leaving", False, True)
+
+
+def _place(index: int, state: str) -> Place:
+    """One with a worker that has come so far."""
+    steps = ["there", "up", "serving", "leaving"]
+    place = Place(index, Mock())
+    place.attach(Mock(), Mock(), Mock())
+    for step in steps[1 : steps.index(state) + 1]:
+        {"up": place.came_up, "serving": place.became_ready, "leaving": place.leave}[step]()
+    return place
 
 
 def _record(request_id: str, ended_at: float) -> RequestRecord:

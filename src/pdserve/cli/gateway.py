@@ -126,19 +126,36 @@ async def _serve(
     from pdserve.http.listener import stopped_by_signal  # noqa: PLC0415
 
     async with stopped_by_signal() as stop, _running(config, addresses, credentials, num_clients) as running:
-        calm_collector()
         stop.on_second(running.force_stop)
         asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, running.renew)
+        stopping = asyncio.create_task(stop.wait())
+        if not await _came_up(running, stopping):
+            return
+        calm_collector()
         for address in addresses:
             click.echo(f"{address}")
         workers = f", {config.gateway.workers} workers" if config.gateway.workers > 1 else ""
         click.echo(f"gateway on {running.url}, admin on {running.admin_url}{workers}")
         narrating = asyncio.create_task(_narrate(running))
-        stopping = asyncio.create_task(stop.wait())
         await asyncio.wait([stopping, running.watching], return_when=asyncio.FIRST_COMPLETED)
         narrating.cancel()
         if not stopping.done():
             await running.watching
+
+
+async def _came_up(running: Gateway | Front, stopping: asyncio.Task[None]) -> bool:
+    """Whether all its processes did, before a signal came. Raises LaunchError."""
+    from pdserve.gateway.workers.front import Front  # noqa: PLC0415
+
+    if not isinstance(running, Front):
+        return True
+    coming_up = asyncio.create_task(running.until_up())
+    await asyncio.wait([coming_up, stopping], return_when=asyncio.FIRST_COMPLETED)
+    if not coming_up.done():
+        coming_up.cancel()
+        return False
+    await coming_up
+    return True
 
 
 @contextlib.asynccontextmanager

@@ -11,6 +11,7 @@ import contextlib
 import signal
 import socket
 import ssl
+import time
 from typing import TYPE_CHECKING, Self
 
 import uvicorn
@@ -26,6 +27,11 @@ if TYPE_CHECKING:
     from uvicorn.server import ServerState
 
     from pdserve.http.server import Application, Request
+
+_GREETING_S = 1.0
+"""What is left of a TLS handshake when the listener stops has so long."""
+_FIRST_BYTES_S = 0.1
+"""So long a connection is new. To a stop it is not idle yet: its first request is on its way, and no client sends it again."""
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -95,6 +101,7 @@ class Listener:
         shutdown_s: float = 30.0,
     ) -> None:
         def connect(server_state: ServerState, **_unused: object) -> ServerConnection:
+            self._someone_came()
             return ServerConnection(
                 application,
                 server_state,
@@ -110,6 +117,7 @@ class Listener:
         self._connect = connect
         self._greetings: set[asyncio.Task[None]] = set()
         """Connections on their way in: with TLS that takes a while."""
+        self._last_came_at_s = 0.0
         self._is_started = False
         self._server = uvicorn.Server(
             uvicorn.Config(
@@ -166,17 +174,35 @@ class Listener:
         await self.stop()
 
     async def stop(self) -> None:
-        """Stop listening, let open requests end within the limit, cancel the rest."""
+        """Stop listening, hear those who have just come, let open requests end within the limit, cancel the rest."""
         if not self._is_started:
             return
         self._is_started = False
-        for greeting in self._greetings:
-            greeting.cancel()
+        self._stop_listening()
+        await self._hear_newcomers()
         await self._server.shutdown(sockets=self._sockets)
         for task in list(self._server.server_state.tasks):
             task.cancel()
         for connection in list(self._server.server_state.connections):
             connection.shutdown()
+
+    def _stop_listening(self) -> None:
+        """As uvicorn's shutdown does, which comes only after the newcomers."""
+        for server in self._server.servers:
+            server.close()
+        for sock in self._sockets:
+            sock.close()
+
+    async def _hear_newcomers(self) -> None:
+        """uvicorn's shutdown ends whoever has no request under way, also those who had no time yet to send one."""
+        if self._greetings:
+            await asyncio.wait(self._greetings, timeout=_GREETING_S)
+        for greeting in self._greetings:
+            greeting.cancel()
+        await asyncio.sleep(max(0.0, self._last_came_at_s + _FIRST_BYTES_S - time.monotonic()))
+
+    def _someone_came(self) -> None:
+        self._last_came_at_s = time.monotonic()
 
     def _greeted(self, greeting: asyncio.Task[None], connection: socket.socket) -> None:
         self._greetings.discard(greeting)
@@ -190,6 +216,7 @@ class Listener:
             await loop.connect_accepted_socket(
                 lambda: self._connect(self._server.server_state), connection, ssl=self._tls
             )
+            self._someone_came()
 
 
 async def _never_asgi(scope: object, receive: object, send: object) -> None:

@@ -12,6 +12,8 @@ class Metric:
     name: str
     labels: tuple[str, ...]
     help: str
+    is_seen_by_all: bool = False
+    """Every worker of a gateway counts the same event: the highest of their counts says how often it happened, not the sum."""
 
 
 REQUESTS = Metric(
@@ -44,13 +46,18 @@ ENGINE_FAILURES = Metric(
     "Legs that an engine failed, by the reason that it gave or got.",
 )
 BREAKER_OPENED = Metric(
-    "pdserve_breaker_opened_total", ("engine",), "Times that an engine was left alone for its failures."
+    "pdserve_breaker_opened_total",
+    ("engine",),
+    "Times that an engine was left alone for its failures; each worker has a breaker of its own, and all are counted.",
 )
 PAIR_FAILURES = Metric(
     "pdserve_pair_failures_total", ("prefill", "decode"), "Handoffs between two engines that failed on D."
 )
 ENGINE_RESTARTS = Metric(
-    "pdserve_engine_restarts_total", ("engine",), "Times that an engine came back, or showed itself as another process."
+    "pdserve_engine_restarts_total",
+    ("engine",),
+    "Times that an engine came back, or showed itself as another process; all workers see it, and it counts once.",
+    is_seen_by_all=True,
 )
 UNAUTHORIZED = Metric("pdserve_unauthorized_total", (), "Requests without a valid API key.")
 WORKER_RESTARTS = Metric(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from typing import TYPE_CHECKING
 
@@ -41,12 +42,22 @@ class Tally:
             if counted is metric and values[: len(labels)] == labels
         )
 
+    @classmethod
+    def joined(cls, dumps: Iterable[Counts]) -> Tally:
+        """What several workers of one gateway have counted side by side."""
+        total = cls()
+        for name, labels, count in itertools.chain.from_iterable(dumps):
+            metric = _BY_NAME[name]
+            so_far = total._counts[metric, labels]
+            total._counts[metric, labels] = max(so_far, count) if metric.is_seen_by_all else so_far + count
+        return total
+
     def dump(self) -> Counts:
         """All counts, for another tally to include."""
         return [(metric.name, labels, count) for (metric, labels), count in self._counts.items()]
 
     def include(self, counts: Counts) -> None:
-        """Add what another tally has counted."""
+        """Add what another tally has counted before or after this one."""
         for name, labels, count in counts:
             self._counts[_BY_NAME[name], labels] += count
 

@@ -1,4 +1,4 @@
-"""Keeps the workers: starts them, hands them clients, asks them, replaces one that ends, and stops them all.
+"""Keeps the workers: starts them, hands them clients, asks them, replaces one that ends or hangs, and stops them all.
 
 A worker is a process that was started, not forked, and lives in a session of its own: a terminal's Ctrl-C reaches the front
 alone, which then tells the workers. Knows no HTTP.
@@ -26,7 +26,7 @@ from pdserve.telemetry.metrics import WORKER_RESTARTS
 from pdserve.telemetry.tally import Tally
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
     from types import TracebackType
 
     from pdserve.config import Config
@@ -34,7 +34,11 @@ if TYPE_CHECKING:
     from pdserve.gateway.workers.link import Answer, FromFront, FromWorker, Link
 
 ANSWER_TIMEOUT_S = 5.0
-"""A worker answers between two requests; one that needs longer hangs."""
+"""A worker answers between two requests; one that needs longer hangs, and gets no new clients until it answers."""
+ASK_EVERY_S = 2.0
+"""Each worker is asked so often, so that its silence is noticed though no operator asks."""
+HUNG_S = 60.0
+"""A worker that has been silent for so long is killed, and replaced: its clients wait in vain."""
 _FIRST_DELAY_S = 0.5
 _MAX_DELAY_S = 30.0
 _STEADY_S = 60.0
@@ -57,18 +61,17 @@ class WorkerState(enum.StrEnum):
     LEAVING = "leaving"
     """It was asked to stop, and lets its requests end."""
     SILENT = "silent"
-    """It should serve, and has not answered its last question in time."""
+    """It has not answered its last question in time."""
     ENDED = "ended"
 
 
 class Place:
     """One of the crew's places, and the worker that has it now."""
 
-    def __init__(self, index: int) -> None:
+    def __init__(self, index: int, on_change: Callable[[], None]) -> None:
+        """`on_change` is called whenever its state or `takes_clients` changes."""
         self.index = index
-        self.state = WorkerState.ENDED
-        self.is_up = False
-        """It answers questions."""
+        self._on_change = on_change
         self.process: asyncio.subprocess.Process | None = None
         self.num_restarts = 0
         self.report: wire.Report | None = None
@@ -79,22 +82,46 @@ class Place:
         self._link: Link[FromWorker] | None = None
         self._channel: socket.socket | None = None
         self._questions: deque[asyncio.Future[Answer]] = deque()
+        # What is known of the worker that is there
+        self.can_be_asked = False
+        """It has come up, and not ended; it answers while it leaves too."""
+        self._is_ready = False
+        self._is_leaving = False
+        self._is_silent = False
 
     def __str__(self) -> str:
         return f"worker {self.index} (pid {self.process.pid})" if self.process is not None else f"worker {self.index}"
 
     @property
+    def state(self) -> WorkerState:
+        """As the operator sees it, and whoever looks for one that takes a client."""
+        if self._link is None:
+            return WorkerState.ENDED
+        if self._is_leaving:
+            return WorkerState.LEAVING
+        if self._is_silent:
+            return WorkerState.SILENT
+        return WorkerState.SERVING if self._is_ready else WorkerState.STARTING
+
+    @property
     def takes_clients(self) -> bool:
         """Whether it can be given any."""
-        return self.is_up and self._channel is not None
+        return self.can_be_asked and not self._is_silent and self._channel is not None
+
+    def tally(self) -> Tally:
+        """What was counted in this place since the gateway's start."""
+        total = Tally()
+        total.include(self.past.dump())
+        if self.report is not None:
+            total.include(self.report.counts)
+        return total
 
     def info(self) -> WorkerInfo:
         """For the operator."""
         status = self.report.status if self.report is not None else None
-        is_there = self.process is not None and self.state is not WorkerState.ENDED
         return WorkerInfo(
             state=self.state,
-            pid=self.process.pid if self.process is not None and is_there else None,
+            pid=self.process.pid if self.process is not None and self._link is not None else None,
             num_requests=self.num_past_requests + (status.num_requests if status is not None else 0),
             num_running=status.num_running if status is not None else 0,
             num_restarts=self.num_restarts,
@@ -103,12 +130,21 @@ class Place:
     def attach(self, process: asyncio.subprocess.Process, link: Link[FromWorker], channel: socket.socket) -> None:
         """A worker was started."""
         self.process, self._link, self._channel = process, link, channel
-        self.state = WorkerState.STARTING
+        self.can_be_asked = self._is_ready = self._is_leaving = self._is_silent = False
+
+    def came_up(self) -> None:
+        """It takes clients from now on, if need be."""
+        self.can_be_asked = True
+        self._on_change()
+
+    def became_ready(self) -> None:
+        """It knows of a decode engine."""
+        self._is_ready = True
+        self._on_change()
 
     async def detach(self) -> None:
         """It has ended."""
-        self.state = WorkerState.ENDED
-        self.is_up = False
+        self.can_be_asked = False
         self.take_no_more()
         for question in self._questions:
             question.cancel()
@@ -117,9 +153,10 @@ class Place:
             self.past.include(self.report.counts)
             self.num_past_requests += self.report.status.num_requests
             self.report = None
-        if self._link is not None:
-            await self._link.close()
-            self._link = None
+        link, self._link = self._link, None
+        if link is not None:
+            await link.close()
+        self._on_change()
 
     def take_no_more(self) -> None:
         """Hand no more clients to it; what lies in the channel it still takes."""
@@ -133,8 +170,9 @@ class Place:
 
     def leave(self) -> None:
         """It has been asked to stop."""
-        self.state = WorkerState.LEAVING
+        self._is_leaving = True
         self.take_no_more()
+        self._on_change()
 
     def tell(self, order: FromFront) -> None:
         """Give an order, which nobody answers."""
@@ -142,17 +180,19 @@ class Place:
             self._link.send(order)
 
     def dismiss(self) -> None:
-        """Ask it to stop."""
-        if self._link is not None:
+        """Ask it to stop. One that is not up yet has nobody to end anything for, and would hear it late."""
+        if self.can_be_asked:
             self.leave()
-            self._link.send(wire.Stop())
+            self.tell(wire.Stop())
+        else:
+            self.kill()
 
     def kill(self) -> None:
         """Wait for it no longer."""
         if self.process is not None and self.process.returncode is None:
             self.process.kill()
 
-    def ask(self, question: FromFront) -> asyncio.Future[Answer]:
+    def put(self, question: FromFront) -> asyncio.Future[Answer]:
         """Its answer, once it comes; cancelled when it never will."""
         assert self._link is not None
         answering: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
@@ -161,16 +201,12 @@ class Place:
         return answering
 
     async def try_ask(self, question: FromFront, kind: type[_Kind]) -> _Kind | None:
-        """The same; None where it is not there, or does not answer in time."""
-        if not self.is_up:
-            return None
-        answering = self.ask(question)
+        """Its answer; None where it ends first, or does not answer in time. One that is silent is not waited for."""
+        answering = self.put(question)
         # A late answer finds its question still in the queue, where the next one's must not be taken for it.
-        await asyncio.wait([answering], timeout=ANSWER_TIMEOUT_S)
+        await asyncio.wait([answering], timeout=0 if self._is_silent else ANSWER_TIMEOUT_S)
         if not answering.done():
-            if self.state is WorkerState.SERVING:
-                _logger.warning("%s has not answered for %g s", self, ANSWER_TIMEOUT_S)
-                self.state = WorkerState.SILENT
+            self._hear_nothing()
             return None
         if answering.cancelled():
             return None
@@ -180,11 +216,32 @@ class Place:
 
     def answered(self, answer: Answer) -> None:
         """The oldest question has its answer."""
-        if self.state is WorkerState.SILENT:
-            self.state = WorkerState.SERVING
+        if self._is_silent:
+            _logger.warning("%s answers again", self)
+            self._is_silent = False
+            self._on_change()
         if isinstance(answer, wire.Report):
             self.report = answer
         self._questions.popleft().set_result(answer)
+
+    async def look_after(self) -> None:
+        """Ask how it is. Where it is silent, wait until it answers or ends, and kill it when that takes too long."""
+        await self.try_ask(wire.AskReport(), wire.Report)
+        if not self._is_silent or not self._questions:
+            return
+        oldest = self._questions[0]
+        await asyncio.wait([oldest], timeout=HUNG_S)
+        if not oldest.done():
+            _logger.error("%s has been silent for %g s more, and is killed", self, HUNG_S)
+            self.kill()
+
+    def _hear_nothing(self) -> None:
+        if not self._is_silent:
+            _logger.warning(
+                "%s has not answered for %g s; it gets no new clients until it does", self, ANSWER_TIMEOUT_S
+            )
+            self._is_silent = True
+            self._on_change()
 
     async def receive(self) -> FromWorker | None:
         """What it says next; None at its end."""
@@ -192,8 +249,16 @@ class Place:
         return await self._link.receive()
 
 
+def in_turn(places: Sequence[Place], turn: int) -> list[Place]:
+    """Whom to offer a client, one after the other: those that serve, beginning with another one each turn, then the rest."""
+    serving = [place for place in places if place.state is WorkerState.SERVING]
+    rest = [place for place in places if place.takes_clients and place.state is not WorkerState.SERVING]
+    start = turn % len(serving) if serving else 0
+    return [*serving[start:], *serving[:start], *rest]
+
+
 class Crew:
-    """All workers, while it is entered. Raises LaunchError on the way in when one of them ends before it has served."""
+    """All workers, while it is entered: they start meanwhile."""
 
     def __init__(
         self,
@@ -210,8 +275,10 @@ class Crew:
         self._door = Door(listener, self._hand_on)
         self._turn = 0
         self._keeping: list[asyncio.Task[None]] = []
+        self._watching: list[asyncio.Task[None]] = []
+        self._all_up = asyncio.Event()
         self._stopping = asyncio.Event()
-        self.places = [Place(index) for index in range(config.gateway.workers)]
+        self.places = [Place(index, self._settle) for index in range(config.gateway.workers)]
         self.draining: set[str] = set()
         """Engines that a worker that comes new must be told of."""
         self.changed = asyncio.Event()
@@ -221,26 +288,26 @@ class Crew:
 
     async def __aenter__(self) -> Self:
         self._keeping = [asyncio.create_task(self._keep(place)) for place in self.places]
-        for keeping in self._keeping:
-            keeping.add_done_callback(self._kept)
-        try:
-            while not all(place.is_up for place in self.places):
-                changing = asyncio.create_task(self.changed.wait())
-                waited_for: list[asyncio.Future[Any]] = [changing, self.failed]
-                await asyncio.wait(waited_for, return_when=asyncio.FIRST_COMPLETED)
-                changing.cancel()
-                if self.failed.done():
-                    await self.failed
-                self.changed.clear()
-        except BaseException:
-            await self.stop()
-            raise
+        self._watching = [asyncio.create_task(self._watch(place)) for place in self.places]
+        for task in (*self._keeping, *self._watching):
+            task.add_done_callback(self._done)
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, exc: BaseException | None, trace: TracebackType | None
     ) -> None:
         await self.stop()
+
+    async def until_up(self) -> None:
+        """Wait until every worker can take clients. Raises LaunchError when one of them ends before that."""
+        coming_up = asyncio.create_task(self._all_up.wait())
+        waited_for: list[asyncio.Future[Any]] = [coming_up, self.failed]
+        try:
+            await asyncio.wait(waited_for, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            coming_up.cancel()
+        if self.failed.done():
+            await self.failed
 
     async def stop(self) -> None:
         """Refuse new clients, let open requests end within the limit, and return when no worker is left."""
@@ -254,6 +321,8 @@ class Crew:
             _logger.error("workers that do not end are killed")
             self._kill()
             await asyncio.wait(late)
+        for watching in self._watching:
+            watching.cancel()
         with contextlib.suppress(OSError):
             os.close(self._descriptor)
 
@@ -263,32 +332,27 @@ class Crew:
             place.tell(wire.Force())
         asyncio.get_running_loop().call_later(_FORCED_S, self._kill)
 
-    def tell(self, order: FromFront) -> None:
+    def tell_all(self, order: FromFront) -> None:
         """An order to every worker."""
         for place in self.places:
             place.tell(order)
 
-    async def ask(self, question: FromFront, kind: type[_Kind]) -> list[_Kind | None]:
-        """Every place's answer."""
-        return await asyncio.gather(*(place.try_ask(question, kind) for place in self.places))
+    async def ask_all(self, question: FromFront, kind: type[_Kind]) -> dict[Place, _Kind | None]:
+        """What each worker that can be asked answers; None where it did not in time, or has ended since."""
+        asked = [place for place in self.places if place.can_be_asked]
+        answers = await asyncio.gather(*(place.try_ask(question, kind) for place in asked))
+        return dict(zip(asked, answers, strict=True))
 
     async def statuses(self) -> list[GatewayStatus]:
         """Of those who serve; of those who start as long as nobody serves yet."""
-        reports = await self.ask(wire.AskReport(), wire.Report)
-        told = [
-            (place, report.status) for place, report in zip(self.places, reports, strict=True) if report is not None
-        ]
+        reports = await self.ask_all(wire.AskReport(), wire.Report)
+        told = [(place, report.status) for place, report in reports.items() if report is not None]
         serving = [status for place, status in told if place.state is not WorkerState.STARTING]
         return serving or [status for _, status in told]
 
     def tally(self) -> Tally:
         """What all workers have counted, those that are gone too."""
-        total = Tally()
-        for place in self.places:
-            total.include(place.past.dump())
-            if place.report is not None:
-                total.include(place.report.counts)
-        return total
+        return Tally.joined(place.tally().dump() for place in self.places)
 
     def _kill(self) -> None:
         for place in self.places:
@@ -296,25 +360,30 @@ class Crew:
 
     def _hand_on(self, connection: socket.socket) -> bool:
         self._turn += 1
-        in_turn = [self.places[(self._turn + index) % len(self.places)] for index in range(len(self.places))]
-        serving = [place for place in in_turn if place.state is WorkerState.SERVING]
-        rest = [place for place in in_turn if place.takes_clients and place.state is not WorkerState.SERVING]
-        return any(place.hand_over(connection) for place in (*serving, *rest))
+        return any(place.hand_over(connection) for place in in_turn(self.places, self._turn))
 
     def _settle(self) -> None:
-        """A worker has come or gone."""
+        """A worker has come or gone, or is heard or not heard."""
         if any(place.takes_clients for place in self.places):
             self._door.open()
         else:
             self._door.shut()
+        if all(place.can_be_asked for place in self.places):
+            self._all_up.set()
         self.changed.set()
 
-    def _kept(self, keeping: asyncio.Task[None]) -> None:
-        if self.failed.done() or keeping.cancelled():
+    def _done(self, task: asyncio.Task[None]) -> None:
+        if self.failed.done() or task.cancelled():
             return
-        exc = keeping.exception()
+        exc = task.exception()
         if exc is not None:
             self.failed.set_exception(exc)
+
+    async def _watch(self, place: Place) -> None:
+        while True:
+            await asyncio.sleep(ASK_EVERY_S)
+            if place.can_be_asked:
+                await place.look_after()
 
     async def _keep(self, place: Place) -> None:
         """One worker after the other, until the stop."""
@@ -346,19 +415,17 @@ class Crew:
         while (message := await place.receive()) is not None:
             match message:
                 case wire.Up():
-                    has_served = place.is_up = True
+                    has_served = True
                     for name in self.draining:
-                        place.ask(wire.SetDraining(name, is_draining=True))
-                    self._settle()
+                        place.put(wire.SetDraining(name, is_draining=True))
+                    place.came_up()
                 case wire.Ready():
-                    place.state = WorkerState.SERVING
+                    place.became_ready()
                     _logger.info("%s serves", place)
-                    self._settle()
                 case wire.Changed():
                     self.changed.set()
                 case wire.Leaving():
                     place.leave()
-                    self._settle()
                 case wire.Farewell():
                     place.report = message.report
                 case _:
@@ -366,7 +433,6 @@ class Crew:
         await place.process.wait()
         self._board.forget(place.index)
         await place.detach()
-        self._settle()
         return has_served
 
     async def _hire(self, place: Place) -> None:

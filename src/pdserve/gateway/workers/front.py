@@ -40,13 +40,13 @@ class CrewOperations:
 
     async def last(self, num_records: int) -> list[RequestRecord]:
         """The newest records, newest first. Those of a worker that is gone went with it."""
-        answers = await self._crew.ask(wire.AskLast(num_records), wire.Records)
-        return merge_records([answer.records for answer in answers if answer is not None], num_records)
+        answers = await self._crew.ask_all(wire.AskLast(num_records), wire.Records)
+        return merge_records([answer.records for answer in answers.values() if answer is not None], num_records)
 
     async def try_get(self, request_id: str) -> RequestRecord | None:
         """A record by its request's id: one worker has it."""
-        answers = await self._crew.ask(wire.AskRecord(request_id), wire.Records)
-        return next((record for answer in answers if answer is not None for record in answer.records), None)
+        answers = await self._crew.ask_all(wire.AskRecord(request_id), wire.Records)
+        return next((record for answer in answers.values() if answer is not None for record in answer.records), None)
 
     async def metrics(self) -> bytes:
         """Prometheus text. No count ever falls: of a worker that is gone its last report stays."""
@@ -65,12 +65,12 @@ class CrewOperations:
             self._crew.draining.add(known)
         else:
             self._crew.draining.discard(known)
-        answers = await self._crew.ask(wire.SetDraining(known, is_draining), wire.Engine)
-        silent = [str(place) for place in self._crew.places if place.state is WorkerState.SILENT]
+        answers = await self._crew.ask_all(wire.SetDraining(known, is_draining), wire.Engine)
+        silent = [str(place) for place, answer in answers.items() if answer is None and place.can_be_asked]
         if silent:
             message = f"{', '.join(silent)} did not answer within {ANSWER_TIMEOUT_S:g} s; all others took it. Ask again"
             raise RequestError(message, status=500, reason=Reason.INTERNAL)
-        infos = [answer.info for answer in answers if answer is not None]
+        infos = [answer.info for answer in answers.values() if answer is not None]
         if not infos:
             message = "no worker serves just now; those that come will be told"
             raise RequestError(message, status=500, reason=Reason.INTERNAL)
@@ -101,13 +101,17 @@ class Front:
         """Set whenever an engine, a pair or a worker changes state; whoever waits on it clears it."""
         return self.crew.changed
 
+    async def until_up(self) -> None:
+        """Wait until every worker can take clients. Raises LaunchError when one of them ends before that."""
+        await self.crew.until_up()
+
     def force_stop(self) -> None:
         """Do not wait for open requests any longer."""
         self.crew.force_stop()
 
     def renew(self) -> None:
         """Every worker reads the clients' keys and the certificate again."""
-        self.crew.tell(wire.Renew())
+        self.crew.tell_all(wire.Renew())
 
 
 @contextlib.asynccontextmanager
@@ -118,7 +122,7 @@ async def running_front(
     *,
     command: Sequence[str],
 ) -> AsyncIterator[Front]:
-    """Serve until the block is left; then drain within `timeouts.shutdown`. Raises LaunchError.
+    """Serve until the block is left; then drain within `timeouts.shutdown`. The workers come up meanwhile.
 
     `command` starts a worker; its number and the descriptor of its link are appended.
     """

@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import logging
+import resource
 import socket
 from typing import TYPE_CHECKING
 
@@ -108,11 +109,13 @@ class Intake:
         for _ in range(_MAX_AT_ONCE):
             try:
                 # One at a time is what the kernel gives: it does not join messages that carry descriptors.
-                data, descriptors, _, _ = socket.recv_fds(self._channel, 1, 1)
+                data, descriptors, flags, _ = socket.recv_fds(self._channel, 1, 1)
             except BlockingIOError:
                 return
             except ConnectionError:
-                data, descriptors = b"", []
+                data, descriptors, flags = b"", [], 0
+            if data and not descriptors:
+                _logger.warning("a client was lost on its way from the front: %s", _why_lost(flags))
             for descriptor in descriptors:
                 connection = socket.socket(fileno=descriptor)
                 connection.setblocking(False)
@@ -120,3 +123,14 @@ class Intake:
             if not data:
                 self.close()
                 return
+
+
+def _why_lost(flags: int) -> str:
+    """The kernel drops a descriptor for which the receiver has no number left, and says no more than that."""
+    if not flags & socket.MSG_CTRUNC:
+        return "its descriptor did not come with it"
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    return (
+        f"this worker may open no more than {limit} files; "
+        "raise the hard limit (ulimit -Hn, LimitNOFILE), or run more workers"
+    )

@@ -1,4 +1,6 @@
-"""What the front and a worker tell each other: one JSON value a line, over a pair of sockets that nobody else has.
+"""What the front and a worker tell each other, over a pair of sockets that nobody else has: a length, and so much MessagePack.
+
+Not JSON, which has no word for a limit of `inf` in the configuration.
 
 The worker answers questions in the order in which they come, so that no question needs a number. The end of the stream is a
 message too: to the front, that the worker is gone; to a worker, that the front is, and that it must stop.
@@ -19,20 +21,19 @@ from pdserve.protocol.admin import EngineInfo, GatewayStatus, RequestRecord
 if TYPE_CHECKING:
     import socket
 
-_MAX_LINE_BYTES = 64 * 1024 * 1024
-"""A bound for a reader that needs one; a thousand records are about a mebibyte."""
+_LENGTH_BYTES = 4
 _Received = TypeVar("_Received")
 
 
 class _Message(msgspec.Struct, frozen=True, tag=True):
-    """One line."""
+    """One of them."""
 
 
 # From the front
 
 
 class Begin(_Message, frozen=True):
-    """The first line: everything that a worker needs to know. Its descriptors are inherited."""
+    """The first one: everything that a worker needs to know. Its descriptors are inherited."""
 
     config: Config
     engines: list[EngineAddress]
@@ -132,7 +133,7 @@ class Link(Generic[_Received]):
     """One end."""
 
     def __init__(
-        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, decoder: msgspec.json.Decoder[_Received]
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, decoder: msgspec.msgpack.Decoder[_Received]
     ) -> None:
         self._reader = reader
         self._writer = writer
@@ -140,7 +141,8 @@ class Link(Generic[_Received]):
 
     def send(self, message: FromFront | FromWorker) -> None:
         """Without effect when the other side is gone: `receive` tells that."""
-        self._writer.write(msgspec.json.encode(message) + b"\n")
+        packed = msgspec.msgpack.encode(message)
+        self._writer.write(len(packed).to_bytes(_LENGTH_BYTES) + packed)
 
     async def flush(self) -> None:
         """Wait until the other side can take more."""
@@ -150,11 +152,11 @@ class Link(Generic[_Received]):
     async def receive(self) -> _Received | None:
         """The next message; None at the end."""
         try:
-            line = await self._reader.readline()
-        except ConnectionError:
-            return None
-        # Whoever was killed in the middle of a line meant nothing by its beginning.
-        return self._decoder.decode(line) if line.endswith(b"\n") else None
+            length = int.from_bytes(await self._reader.readexactly(_LENGTH_BYTES))
+            packed = await self._reader.readexactly(length)
+        except (ConnectionError, asyncio.IncompleteReadError):
+            return None  # Whoever was killed in the middle of a message meant nothing by its beginning.
+        return self._decoder.decode(packed)
 
     async def close(self) -> None:
         """Send what is still to be sent, and end."""
@@ -165,13 +167,13 @@ class Link(Generic[_Received]):
 
 async def link_to_worker(sock: socket.socket) -> Link[FromWorker]:
     """The front's end."""
-    return Link(*await _streams(sock), msgspec.json.Decoder(FromWorker))
+    return Link(*await _streams(sock), msgspec.msgpack.Decoder(FromWorker))
 
 
 async def link_to_front(sock: socket.socket) -> Link[FromFront]:
     """A worker's end."""
-    return Link(*await _streams(sock), msgspec.json.Decoder(FromFront))
+    return Link(*await _streams(sock), msgspec.msgpack.Decoder(FromFront))
 
 
 async def _streams(sock: socket.socket) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-    return await asyncio.open_unix_connection(sock=sock, limit=_MAX_LINE_BYTES)
+    return await asyncio.open_unix_connection(sock=sock)
