@@ -284,12 +284,18 @@ def test_a_cpu_build_stays_on_the_cpu_of_a_gpu_machine() -> None:
 
 
 def test_one_gpu_is_shared_as_the_seed_shares_it() -> None:
-    """0.30 of the memory each, no CUDA graphs, and a note that this is no way to measure."""
+    """0.30 of the memory each, no CUDA graphs, KV by cuda_ipc, and a note that this is no way to measure."""
     commands = _plan(_config(), _machine(gpus=1))
+    assert all(dict(command.env)["UCX_CUDA_IPC_ENABLE_GET_ZCOPY"] == "on" for command in commands)
     assert _gpus(commands) == ["0", "0"]
     assert {_flag(command, "--gpu-memory-utilization") for command in commands} == {"0.3"}
     assert all("--enforce-eager" in command.argv for command in commands)
     assert "share one GPU" in planning_notes(_config(), _machine(gpus=1), _GPU_VLLM)[0]
+
+
+def test_ucx_is_left_alone_where_each_engine_has_a_gpu() -> None:
+    """It finds NVLink by itself."""
+    assert not any(name.startswith("UCX") for command in _plan(_config(), _machine(gpus=2)) for name, _ in command.env)
 
 
 @pytest.mark.parametrize(("engines", "share"), [(3, "0.2"), (4, "0.15"), (7, "0.08")])
