@@ -50,6 +50,9 @@ class _MortalListener(Listener):
             sock.close()
         await self.settled(cancels=True)
 
+    async def _hear_newcomers(self) -> None:
+        """uvicorn, which vLLM serves with, gives a client that has just come no time to speak."""
+
     async def settled(self, *, cancels: bool) -> None:
         """Wait for the requests in hand."""
         tasks = [task for task in self._server.server_state.tasks if task is not asyncio.current_task()]
