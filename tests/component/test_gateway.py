@@ -7,13 +7,14 @@ import contextlib
 import itertools
 import json
 import socket
+import time
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 import pytest
 
 from pdserve.config import AdmissionConfig, Config, RetriesConfig
-from pdserve.core import PrefillPlace
+from pdserve.core import EngineName, PrefillPlace
 from pdserve.engine.pool import PairState
 from pdserve.protocol import nixl
 from pdserve.sim.faults import (
@@ -462,6 +463,33 @@ async def test_an_engine_that_fails_its_requests_is_left_alone_for_a_while(pair:
     assert response.headers["x-pdserve-reason"] == "no_engine"
     assert response.headers["retry-after"] == "1"
     assert pair.gateway.proxy.tally.value(BREAKER_OPENED, "decode-0") == 1
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_deadline_between_the_legs_leaves_no_connection(
+    pair: Split,
+    monkeypatch: pytest.MonkeyPatch,
+    stream: bool,  # noqa: FBT001
+) -> None:
+    """The whole request's time is over when P has answered: 504, P's blocks are free, and D's socket is nobody's."""
+    await pair.client.post("/v1/completions", json=_body())
+    proxy, parse, skipped_s = pair.gateway.proxy, nixl.parse_handoff, 0.0
+
+    def parse_late(api: Api, answer: bytes, *, now_s: float) -> nixl.Handoff:
+        nonlocal skipped_s
+        skipped_s = 20.0
+        return parse(api, answer, now_s=now_s)
+
+    monkeypatch.setattr(nixl, "parse_handoff", parse_late)
+    monkeypatch.setattr(proxy, "clock", lambda: time.monotonic() + skipped_s)
+    monkeypatch.setattr(proxy, "timeouts", msgspec.structs.replace(proxy.timeouts, total=15.0))
+    response = await pair.client.post("/v1/completions", json=_body(stream=stream))
+    assert response.headers["x-pdserve-reason"] == "deadline"
+    decode = pair.gateway.pool.client(EngineName("decode-0"))
+    async with asyncio.timeout(3):  # It would be closed for want of use after 5.
+        while pair.decode.num_connections != len(decode._pool._idle):  # noqa: ASYNC110 - it gives no event
+            await asyncio.sleep(0.01)
+    await pair.settle()
 
 
 async def test_a_prompt_that_d_counts_otherwise_is_never_answered(pair: Split, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -279,18 +279,22 @@ class Exchange:
     async def _ask_decode(self, client: EngineClient, connection: ClientConnection) -> Answer:
         """The whole answer, a 200. Raises EngineError or DeadlinePassed."""
         call = self._call
-        timeout_s, is_all_left = self._bounded(self._proxy.timeouts.whole_answer)
+        try:
+            timeout_s, is_all_left = self._bounded(self._proxy.timeouts.whole_answer)
+        except DeadlinePassed:
+            connection.abort()
+            raise
         self._watch_usage()
         leg, request_id = self._decode_leg(client), call.request_id.encode()
         asked = client.ask(connection, call.api, leg, request_id=request_id, headers=call.engine_headers)
         self._decode_sent()
         try:
             answer = await client.take(asked, connection, timeout_s=timeout_s, timeout_reason=Reason.FIRST_BYTE_TIMEOUT)
-        except EngineTimeout as exc:
-            error = DeadlinePassed(self._proxy.timeouts.total) if is_all_left else exc
-            self._decode_failed(client, error)
-            raise error from exc
         except EngineError as exc:
+            if is_all_left and isinstance(exc, EngineTimeout):
+                deadline = DeadlinePassed(self._proxy.timeouts.total)
+                self._decode_failed(client, deadline)
+                raise deadline from exc
             self._decode_failed(client, exc)
             raise
         return self._answered_ok(client, answer)
