@@ -132,7 +132,7 @@ async def test_a_drained_engine_ends_what_it_has_and_gets_no_more() -> None:
         async with deployment.client.stream("POST", APIS[0], json=body) as response:
             pieces = response.aiter_bytes()
             text = await anext(pieces)
-            busy = next(name for name in gateway.pool.names() if gateway.pool.client(name).num_in_flight)
+            busy = next(name for name in gateway.pool.names() if gateway.pool.num_in_flight(name))
             drained = (await deployment.client.post(f"{admin}/drain/{busy}")).json()
             assert (drained["state"], drained["num_in_flight"]) == ("draining", 1)
             answers = [await _post(deployment) for _ in range(4)]
@@ -143,7 +143,7 @@ async def test_a_drained_engine_ends_what_it_has_and_gets_no_more() -> None:
         assert {one.status_code for one in answers} == {200}
         records = [gateway.journal.try_get(one.headers["x-pdserve-request-id"]) for one in answers]
         assert busy not in {record.decode for record in records if record is not None}
-        assert gateway.pool.client(busy).num_in_flight == 0
+        assert gateway.pool.num_in_flight(busy) == 0
         assert (await deployment.client.post(f"{admin}/drain/prefill-0")).json()["num_held"] == 0
         answers = [await _post(deployment) for _ in range(4)]
         records = [gateway.journal.try_get(one.headers["x-pdserve-request-id"]) for one in answers]
@@ -171,12 +171,12 @@ async def test_after_a_while_one_request_tries_an_engine_again() -> None:
         decode.faults.inject(NeverAnswer())
         await _until(lambda: next(one.is_healthy for one in pool.snapshots() if one.address.name == _DECODE))
         trying = asyncio.create_task(_post(deployment, **alone))
-        await _until(lambda: pool.client(_DECODE).num_in_flight == 1)
+        await _until(lambda: pool.num_in_flight(_DECODE) == 1)
         assert pool.breaker_state(_DECODE) is BreakerState.HALF_OPEN
         assert (await _post(deployment, **alone)).status_code == 503
         trying.cancel()
         await asyncio.wait([trying])
-        await _until(lambda: pool.client(_DECODE).num_in_flight == 0)
+        await _until(lambda: pool.num_in_flight(_DECODE) == 0)
         assert (await _post(deployment, **alone)).status_code == 200
         assert pool.breaker_state(_DECODE) is BreakerState.CLOSED
 

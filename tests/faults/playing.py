@@ -186,7 +186,7 @@ def _leftovers(deployment: Split, but: set[str]) -> dict[str, object]:
     for name, engine in zip(pool.names(), (*deployment.prefills, *deployment.decodes), strict=True):
         left = {what: count for what, count in engine.leftovers.items() if what not in {*but, "connections"}}
         found |= {str(name): left} if left else {}
-        counts = {"in_flight": pool.client(name).num_in_flight, "held": pool.num_held(name)}
+        counts = {"in_flight": pool.num_in_flight(name), "held": pool.num_held(name)}
         found |= {f"{name} {what}": count for what, count in counts.items() if count}
     admission = gateway.proxy.admission
     counts = {

@@ -149,13 +149,11 @@ class Leg:
         self._was_try = False
 
     def __enter__(self) -> EngineClient:
-        self._client.num_in_flight += 1
         self._legs[self._index] += 1
         self._was_try = self._breaker.begin()
         return self._client
 
     def __exit__(self, *_: object) -> None:
-        self._client.num_in_flight -= 1
         self._legs[self._index] -= 1
         if self._was_try:
             self._breaker.end(was_try=True)
@@ -214,12 +212,10 @@ class EnginePool:
         """What a policy may look at, as it is now; good until the next call."""
         total = self._board.total
         for member in self._members.values():
-            view, breaker = member.view, member.breaker
+            view = member.view
             view.num_in_flight = total(member.index)
             view.is_healthy = (
-                member.state is EngineState.READY
-                and not member.is_suspect
-                and (breaker.state is BreakerState.CLOSED or breaker.lets_through)
+                member.state is EngineState.READY and not member.is_suspect and member.breaker.lets_through
             )
         return self._views
 
@@ -240,6 +236,10 @@ class EnginePool:
         """Counts a leg as the engine's load while it is entered."""
         member = self._members[name]
         return Leg(member.client, member.breaker, self._board.mine, member.index)
+
+    def num_in_flight(self, name: EngineName) -> int:
+        """Legs that this process has under way on an engine."""
+        return self._board.mine[self._members[name].index]
 
     def num_held(self, name: EngineName) -> int:
         """Handoffs whose KV an engine holds for a D that has not answered yet."""

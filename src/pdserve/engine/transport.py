@@ -82,8 +82,6 @@ class EngineClient:
         is_tls = parts.scheme == "https"
         port = parts.port or (443 if is_tls else 80)
         self.address = address
-        self.num_in_flight = 0
-        """Legs under way; whoever starts and ends them counts (pdserve.engine.pool)."""
         self._loop = asyncio.get_running_loop()
         self._connect_timeout_s = connect_timeout_s
         self._authorization = b""

@@ -103,7 +103,7 @@ class LocalOperations:
             state=state,
             cause=cause,
             breaker=self._pool.breaker_state(name),
-            num_in_flight=client.num_in_flight,
+            num_in_flight=self._pool.num_in_flight(name),
             num_held=self._pool.num_held(name),
         )
 

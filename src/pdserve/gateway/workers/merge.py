@@ -9,18 +9,20 @@ import heapq
 import itertools
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from pdserve import __version__
 from pdserve.core import PrefillPlace
 from pdserve.engine.breaker import BreakerState
 from pdserve.engine.pool import EngineState, PairState
-from pdserve.protocol.admin import EngineInfo, GatewayStatus, PairInfo
+from pdserve.protocol.admin import EngineInfo, GatewayStatus
 from pdserve.telemetry.metrics import PREFILLS, RELEASES
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from pdserve.core import EngineAddress
-    from pdserve.protocol.admin import RequestRecord, WorkerInfo
+    from pdserve.protocol.admin import PairInfo, RequestRecord, WorkerInfo
     from pdserve.telemetry.tally import Tally
 
 _STATUSES = ("starting", "warning", "ok")
@@ -73,12 +75,8 @@ def merge_status(
 def merge_engine(infos: Sequence[EngineInfo]) -> EngineInfo:
     """One engine as all workers see it."""
     worst = min(infos, key=lambda info: _ENGINE_STATES.index(EngineState(info.state)))
-    return EngineInfo(
-        name=worst.name,
-        role=worst.role,
-        url=worst.url,
-        state=worst.state,
-        cause=worst.cause,
+    return msgspec.structs.replace(
+        worst,
         breaker=min((info.breaker for info in infos), key=lambda state: _BREAKER_STATES.index(BreakerState(state))),
         num_in_flight=sum(info.num_in_flight for info in infos),
         num_held=sum(info.num_held for info in infos),
@@ -93,13 +91,8 @@ def merge_records(newest: Iterable[Sequence[RequestRecord]], num_records: int) -
 
 def _merge_pair(infos: Sequence[PairInfo]) -> PairInfo:
     worst = min(infos, key=lambda info: _PAIR_STATES.index(PairState(info.state)))
-    return PairInfo(
-        prefill=worst.prefill,
-        decode=worst.decode,
-        state=worst.state,
-        cause=worst.cause,
-        first_handoff_s=max((info.first_handoff_s for info in infos if info.first_handoff_s is not None), default=None),
-    )
+    slowest_s = max((info.first_handoff_s for info in infos if info.first_handoff_s is not None), default=None)
+    return msgspec.structs.replace(worst, first_handoff_s=slowest_s)
 
 
 def _unknown(address: EngineAddress) -> EngineInfo:
